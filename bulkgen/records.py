@@ -1,0 +1,161 @@
+"""The nouns that the stages hand to each other. No behaviour beyond what a noun needs, no third-party types.
+
+The way of one row:  Row (dict) → Prompt → Request → Completion | Failure → part file → output row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROW_KEY_BYTES = 16
+
+DONE = "done"
+FAILED = "failed"
+
+# Columns that bulkgen appends to the input's own, in this order; the generated text, whose name comes from the
+# spec, stands between `status` and the rest. All times are seconds, all tokens are counts.
+RESULT_COLUMNS = (
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "queued_s",
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+    "error_code",
+    "error",
+    "row_key",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A place in the input that holds a row that cannot be read. `raw` is what stands there, byte for byte."""
+
+    code: str
+    message: str
+    raw: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Consecutive rows of one input file.
+
+    `first` is the ordinal of the first row in the whole data set (0-based, bad rows count).
+    `file` names the input file as the user knows it, and is part of a row's identity where there is no id.
+    `positions[i]` is the 1-based line (JSONL; blank lines count) or row number (Parquet) of `rows[i]`.
+    """
+
+    first: int
+    file: str
+    positions: Sequence[int]
+    rows: Sequence[dict[str, Any] | BadRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A row as it would be sent: `tokens` are the ids that the engine will prefill, nothing is added later.
+
+    `overrides` holds, as canonical JSON, the sampling parameters that this row takes from columns (`{}` where
+    all come from the spec); `max_tokens` is already capped to the room that the context leaves.
+    `key` identifies the row over resumes: ROW_KEY_BYTES bytes.
+    """
+
+    ordinal: int
+    key: bytes
+    tokens: Sequence[int]
+    max_tokens: int
+    overrides: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRow:
+    """A row that failed before the engine: unreadable, not renderable, too long. Found again by every plan."""
+
+    ordinal: int
+    key: bytes
+    file: str
+    position: int
+    code: str
+    message: str
+    row: str | None
+    raw: bytes | None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A contiguous stretch of one bucket of the plan: a unit of distribution and accounting, never a barrier.
+
+    `bucket` is the bucket's number, `longest` its upper edge in prompt tokens; `first` and `rows` say which
+    rows of the bucket's file; `budget_tokens` is the sum of max_tokens.
+    """
+
+    shard: int
+    bucket: int
+    longest: int
+    first: int
+    rows: int
+    prompt_tokens: int
+    budget_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine takes. `index` is the caller's handle, unique among the requests in the engine."""
+
+    index: int
+    tokens: Sequence[int]
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. Times in seconds from the arrival in the engine; `tpot_s` is None for one token."""
+
+    index: int
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queued_s: float
+    ttft_s: float
+    tpot_s: float | None
+    e2e_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that the engine refused or could not finish, for a reason that lies in the row."""
+
+    index: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an open engine can hold: context and KV cache in tokens, KV block size, running sequences."""
+
+    max_model_len: int
+    kv_tokens: int
+    block_size: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's own counters since it was opened; `kv_usage` (0…1), `running`, `waiting` are of this moment.
+
+    `prompt_tokens` counts prefilled prompts whole, `cached_tokens` the part of them that the prefix cache held.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int

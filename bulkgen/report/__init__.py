@@ -1,0 +1,58 @@
+"""What a run did and what it cost: figures, tables, progress while it runs, status afterwards.
+
+Reads the manifest, the part files and the timeline; writes nothing but reports. It generates and
+commits nothing.
+The names below load their module when first asked for: importing the package imports no polars, rich or tqdm.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bulkgen.report.figures import visible
+    from bulkgen.report.files import write_reports
+    from bulkgen.report.meter import Meter, ProgressState, Rates, Tally
+    from bulkgen.report.model import Report, ShardReport, StartReport, report_json
+    from bulkgen.report.progress import Progress
+    from bulkgen.report.render import render_report
+    from bulkgen.report.status import Status, load_status, render_status, status_json
+    from bulkgen.report.summary import load_report, summarize
+
+__all__ = [
+    "Meter",
+    "Progress",
+    "ProgressState",
+    "Rates",
+    "Report",
+    "ShardReport",
+    "StartReport",
+    "Status",
+    "Tally",
+    "load_report",
+    "load_status",
+    "render_report",
+    "render_status",
+    "report_json",
+    "status_json",
+    "summarize",
+    "visible",
+    "write_reports",
+]
+
+_HOMES = {
+    "figures": ("visible",),
+    "files": ("write_reports",),
+    "meter": ("Meter", "ProgressState", "Rates", "Tally"),
+    "model": ("Report", "ShardReport", "StartReport", "report_json"),
+    "progress": ("Progress",),
+    "render": ("render_report",),
+    "status": ("Status", "load_status", "render_status", "status_json"),
+    "summary": ("load_report", "summarize"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"bulkgen.report.{module}"), name)
+    raise AttributeError(f"module 'bulkgen.report' has no attribute {name!r}")

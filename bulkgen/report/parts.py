@@ -1,0 +1,185 @@
+"""Figures out of part files: sums, percentiles, and what of them is no longer in the input.
+
+Memory: sums are grouped while the files stream through; percentiles are exact and hold one column of one
+figure at a time (8 bytes a row), of all parts together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bulkgen.errors import OutputError
+from bulkgen.records import DONE, ROW_KEY_BYTES
+from bulkgen.report.model import Latency, Percentiles, ShardReport
+
+# Takes row keys as fixed-width byte strings (numpy S16), says which of them are in the current plan.
+InPlan = Callable[[npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
+
+_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
+_KINDS = ("shard", "status", "finish_reason", "error_code")
+_LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
+_SUMS = [
+    pl.len().cast(pl.Int64).alias("rows"),
+    *(pl.col(name).cast(pl.Int64).sum() for name in _TOKENS),
+    pl.col("e2e_s").sum().alias("service_s"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A committed part file, and who made it."""
+
+    path: Path
+    start: int
+    plan: int
+    replica: int
+
+
+def sum_parts(parts: Sequence[Part]) -> pl.DataFrame:
+    """Rows, tokens and service seconds by start, plan, replica, shard, status, reason and code."""
+    frames = []
+    for (start, plan, replica), group in groupby(sorted(parts, key=_maker), key=_maker):
+        made_by = [
+            pl.lit(n, pl.Int64).alias(name)
+            for n, name in ((start, "start"), (plan, "plan"), (replica, "replica"))
+        ]
+        scan = pl.scan_parquet([p.path for p in group])
+        frames.append(scan.group_by(_KINDS).agg(_SUMS).with_columns(made_by))
+    with _readable(parts):
+        return pl.concat(pl.collect_all(frames, engine="streaming")) if frames else no_sums()
+
+
+def sum_stale(parts: Sequence[Part], in_plan: InPlan) -> pl.DataFrame:
+    """As `sum_parts`, of those rows alone that are not in the current plan; one part in memory at a time."""
+    frames = [no_sums()]
+    for part in parts:
+        with _readable([part]):
+            stale = ~in_plan(_keys(part.path))
+            if stale.any():
+                columns = [*_KINDS, *_TOKENS, "e2e_s"]
+                rows = pl.read_parquet(part.path, columns=columns).filter(pl.Series(stale))
+                made_by = {"start": part.start, "plan": part.plan, "replica": part.replica}
+                lits = [pl.lit(n, pl.Int64).alias(name) for name, n in made_by.items()]
+                frames.append(rows.group_by(_KINDS).agg(_SUMS).with_columns(lits))
+    return pl.concat(frames)
+
+
+def latencies(parts: Sequence[Part]) -> tuple[dict[int, Latency], Latency]:
+    """Percentiles by start, and over all parts."""
+    starts = sorted({p.start for p in parts})
+    of_start: dict[int, dict[str, Percentiles]] = {start: {} for start in starts}
+    of_all: dict[str, Percentiles] = {}
+    for name in _LATENCIES:
+        columns = []
+        for start in starts:
+            paths = [p.path for p in parts if p.start == start]
+            with _readable(parts):
+                frame = pl.scan_parquet(paths).select(pl.col(name).drop_nulls()).collect(engine="streaming")
+            columns.append(frame.to_series())
+            of_start[start][name] = percentiles(columns[-1])
+        # With one start there is nothing to put together.
+        whole = pl.concat(columns) if columns else pl.Series(dtype=pl.Float64)
+        of_all[name] = of_start[starts[0]][name] if len(starts) == 1 else percentiles(whole)
+    return {start: Latency(**by_name) for start, by_name in of_start.items()}, Latency(**of_all)
+
+
+def no_latency() -> Latency:
+    """The latency of no rows."""
+    nothing = percentiles(pl.Series(dtype=pl.Float64))
+    return Latency(queued_s=nothing, ttft_s=nothing, tpot_s=nothing, e2e_s=nothing)
+
+
+def percentiles(values: pl.Series) -> Percentiles:
+    """Exact percentiles, linear between two values; None everywhere when there is none."""
+    ordered = values.sort()
+    if not len(ordered):
+        return Percentiles(count=0, p50=None, p90=None, p95=None, p99=None, max=None)
+    p50, p90, p95, p99, greatest = (
+        float(ordered.quantile(q, "linear") or 0.0) for q in (0.5, 0.9, 0.95, 0.99, 1.0)
+    )
+    return Percentiles(count=len(ordered), p50=p50, p90=p90, p95=p95, p99=p99, max=greatest)
+
+
+def total(sums: pl.DataFrame, name: str) -> int:
+    """One column of sums, added up."""
+    return int(sums[name].sum())
+
+
+def done(sums: pl.DataFrame) -> pl.DataFrame:
+    """The sums of rows that are done."""
+    return sums.filter(pl.col("status") == DONE)
+
+
+def counts(sums: pl.DataFrame, name: str) -> Mapping[str, int]:
+    """Rows by `name`, most frequent first; rows without it are left out."""
+    table = sums.drop_nulls(name).group_by(name).agg(pl.col("rows").sum())
+    table = table.filter(pl.col("rows") > 0).sort("rows", name, descending=[True, False])
+    return dict(table.select(name, "rows").iter_rows())
+
+
+def shard_reports(sums: pl.DataFrame) -> tuple[ShardReport, ...]:
+    """One report a shard of each plan, in that order."""
+    is_done = pl.col("status") == DONE
+    table = (
+        sums.group_by("plan", "shard")
+        .agg(
+            pl.col("start").unique().sort().alias("starts"),
+            pl.col("replica").unique().sort().alias("replicas"),
+            pl.col("rows").filter(is_done).sum().alias("done"),
+            pl.col("rows").filter(~is_done).sum().alias("failed"),
+            *(pl.col(name).sum() for name in ("rows", *_TOKENS, "service_s")),
+        )
+        .sort("plan", "shard")
+    )
+    return tuple(ShardReport(**record) for record in table.iter_rows(named=True))
+
+
+def _maker(part: Part) -> tuple[int, int, int]:
+    return part.start, part.plan, part.replica
+
+
+def _keys(path: Path) -> npt.NDArray[np.bytes_]:
+    column = pq.read_table(path, columns=["key"]).column("key").combine_chunks()
+    data: Any = column.buffers()[1]
+    first = column.offset * ROW_KEY_BYTES
+    return np.frombuffer(data, f"S{ROW_KEY_BYTES}", count=len(column), offset=first)
+
+
+def no_sums() -> pl.DataFrame:
+    """The sums of no parts."""
+    strings = ("status", "finish_reason", "error_code")
+    return pl.DataFrame(
+        schema={
+            "shard": pl.Int32,
+            **dict.fromkeys(strings, pl.String),
+            **dict.fromkeys(("rows", *_TOKENS), pl.Int64),
+            "service_s": pl.Float64,
+            **dict.fromkeys(("start", "plan", "replica"), pl.Int64),
+        }
+    )
+
+
+@contextmanager
+def _readable(parts: Sequence[Part]) -> Iterator[None]:
+    """Translate what readers raise into one sentence that names the part."""
+    try:
+        yield
+    except (OSError, pl.exceptions.PolarsError, pa.ArrowException) as e:
+        missing = next((p.path for p in parts if not p.path.is_file()), None)
+        if missing is not None:
+            raise OutputError(
+                f"{missing}: in the manifest but not there; restore it or choose a new output"
+            ) from e
+        reason = str(e).splitlines()[0]
+        raise OutputError(
+            f"{parts[0].path.parent}: a part cannot be read ({reason}); restore it or choose a new output"
+        ) from e

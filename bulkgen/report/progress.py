@@ -1,0 +1,159 @@
+"""Progress on standard error while a run works: a bar on a terminal, else a plain line every so often.
+
+Shows what it is told; what the figures mean and how they come about is in meter.py.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from bulkgen.report import figures
+from bulkgen.report.meter import ProgressState
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+# The widest text beside the bar leaves room for a bar of ten characters in 80 columns.
+_BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar}|{postfix}"
+_TICKS = 1000
+
+
+class Progress:
+    """Shows stages, figures and log lines on `stream`; with `quiet` nothing at all.
+
+    A stream that is closed or full must not end a run, so what cannot be shown is not shown.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        every_s: float = 30.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet = quiet
+        self._every_s = every_s
+        self._clock = clock
+        self._stage = ""
+        self._line_due = 0.0
+        self._terminal = not quiet and self._stream.isatty()
+        self._bar: tqdm[Any] | None = None
+
+    def stage(self, name: str) -> None:
+        """A new stage of the run begins."""
+        if name == self._stage:
+            return
+        self._stage = name
+        # A stage's first figures would all be zero; the line that names it stands for them.
+        self._line_due = self._clock() + self._every_s
+        if self._terminal:
+            with _unharmed():
+                self._open_bar().set_description_str(f"{name:<10}", refresh=True)
+        else:
+            self._line(name)
+
+    def update(self, state: ProgressState) -> None:
+        """Show where the run stands. Meant to be called a few times a second."""
+        if self._quiet:
+            return
+        if self._terminal:
+            with _unharmed():
+                self._show_bar(state)
+        elif self._clock() >= self._line_due:
+            self._line_due = self._clock() + self._every_s
+            self._line(f"{self._stage}: {line_of(state)}")
+
+    def say(self, text: str) -> None:
+        """One line for the user that stays, above the bar where there is one."""
+        if self._terminal:
+            with _unharmed():
+                self._open_bar().write(self._safe(text), file=self._stream)
+        else:
+            self._line(text)
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            with _unharmed():
+                self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_bar(self) -> "tqdm[Any]":
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=_TICKS,
+                file=self._stream,
+                bar_format=_BAR_FORMAT,
+                dynamic_ncols=True,
+                leave=False,
+                desc=self._stage,
+            )
+        return self._bar
+
+    def _show_bar(self, state: ProgressState) -> None:
+        bar = self._open_bar()
+        bar.n = _TICKS * state.tokens_done // state.tokens_planned if state.tokens_planned else 0
+        bar.set_postfix_str(bar_text(state), refresh=False)
+        bar.refresh()
+
+    def _line(self, text: str) -> None:
+        if self._quiet:
+            return
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._clock()))
+        with _unharmed():
+            self._stream.write(f"{stamp} {self._safe(text)}\n")
+            self._stream.flush()
+
+    def _safe(self, text: str) -> str:
+        return figures.visible(text, self._stream.encoding or "utf-8", limit=2000)
+
+
+@contextlib.contextmanager
+def _unharmed() -> Iterator[None]:
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+        yield
+
+
+def line_of(state: ProgressState) -> str:
+    """A state as one line for a log: each figure with its name."""
+    if not state.tokens_planned:
+        return figures.rows(state.rows)
+    finished = state.done + state.failed + state.refused
+    share = state.tokens_done / state.tokens_planned
+    return (
+        f"{finished:,} of {figures.rows(state.rows)} ({state.failed + state.refused:,} failed), "
+        f"{figures.short(state.tokens_done)} of {figures.short(state.tokens_planned)} tokens ({share:.0%}), "
+        f"output {figures.rate(state.output_tokens_per_s)} tokens/s, "
+        f"total {figures.rate(state.total_tokens_per_s)} tokens/s, "
+        f"running {state.running:,}, waiting {state.waiting:,}, KV {state.kv_usage:.0%}, "
+        f"{'ETA ' + figures.seconds(state.eta_s) if state.eta_s is not None else 'ETA unknown'}"
+    )
+
+
+def bar_text(state: ProgressState) -> str:
+    """A state beside the bar: rows, output and total tokens/s, running+waiting, KV usage, ETA."""
+    if not state.tokens_planned:
+        return f"{state.rows:,} rows" if state.rows else ""
+    bad = state.failed + state.refused
+    failed = f" {figures.short(bad)} failed" if bad else ""
+    eta = figures.seconds(state.eta_s) if state.eta_s is not None else "?"
+    return (
+        f"{figures.short(state.done + bad)}/{figures.short(state.rows)}{failed} "
+        f"{figures.short(state.output_tokens_per_s)} out/{figures.short(state.total_tokens_per_s)} t/s "
+        f"{state.running}+{state.waiting} KV {state.kv_usage:.0%} ETA {eta}"
+    )

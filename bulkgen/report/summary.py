@@ -1,0 +1,319 @@
+"""From manifest, part files and timeline to a Report. What each figure means stands in model.py.
+
+A report is always computed from what is committed, never read back from report.parquet: a start that was
+killed left none, and there is one truth. It takes a fraction of a second for a hundred thousand rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+
+from bulkgen.report import parts as part_files
+from bulkgen.report import timeline as samples
+from bulkgen.report.history import History, Plan, Record, Start, sort_records
+from bulkgen.report.model import (
+    Cost,
+    EngineWork,
+    KvUsage,
+    Latency,
+    Report,
+    RowCounts,
+    Seconds,
+    Speed,
+    StaleWork,
+    StartReport,
+    TokenCounts,
+)
+from bulkgen.report.parts import InPlan, Part
+from bulkgen.rundir import RunDir, read_manifest
+
+
+def load_report(folder: Path, *, in_plan: InPlan | None = None) -> Report:
+    """The report of a run folder as it stands: ended, killed or at work. See `summarize`."""
+    run = RunDir(folder)
+    return summarize(run, read_manifest(run.manifest), in_plan=in_plan, alive=run.is_held())
+
+
+def summarize(
+    run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None = None, alive: bool = False
+) -> Report:
+    """All figures of a run, whose manifest holds `records`.
+
+    `in_plan` tells which row keys (numpy array of S16) are in the current plan. It is asked only when the
+    manifest shows that some are not; without it the whole's sums then include those rows (`stale_in_sums`).
+    `alive`: a process works on the run at this moment, so that a start without an end is running, not killed.
+    Raises OutputError when a part of the manifest is missing or unreadable.
+    """
+    history = sort_records(records)
+    parts = [_part(run.parts, p) for start in history.starts for p in start.parts]
+    sums = part_files.sum_parts(parts)
+    stale, stale_known = _stale_sums(run.parts, history.plan, in_plan)
+    latency_of, latency = part_files.latencies(parts)
+    timeline = samples.load_timeline(run.timeline_log, {s.number: s.began["time"] for s in history.starts})
+    last_seen = samples.last_counters(timeline)
+    last = history.starts[-1].number if history.starts else None
+    starts = []
+    for start in history.starts:
+        own = pl.col("start") == start.number
+        starts.append(
+            _start_report(
+                start,
+                start.outcome(alive=alive and start.number == last),
+                sums.filter(own),
+                stale.filter(own),
+                latency_of.get(start.number) or part_files.no_latency(),
+                timeline.filter(own),
+                last_seen,
+            )
+        )
+    whole = _whole_report(history, starts, sums, stale, stale_known, latency, samples.kv_usage(timeline))
+    return Report(starts=tuple(starts), whole=whole, shards=part_files.shard_reports(sums), timeline=timeline)
+
+
+def _part(folder: Path, record: Record) -> Part:
+    return Part(folder / record["name"], record["start"], record["plan"], record["replica"])
+
+
+def _stale_sums(folder: Path, plan: Plan | None, in_plan: InPlan | None) -> tuple[pl.DataFrame, bool]:
+    """Sums of committed rows that are not in the current plan, and whether these are all of them."""
+    if plan is None or not plan.stale_rows:
+        return part_files.no_sums(), True
+    if in_plan is None:
+        return part_files.no_sums(), False
+    return part_files.sum_stale([_part(folder, p) for p in plan.before], in_plan), True
+
+
+def _start_report(
+    start: Start,
+    outcome: str,
+    sums: pl.DataFrame,
+    stale: pl.DataFrame,
+    latency: Latency,
+    timeline: pl.DataFrame,
+    last_seen: Mapping[tuple[int, int, int], Mapping[str, int]],
+) -> StartReport:
+    seconds = _seconds(start, outcome, timeline)
+    replicas = start.began["replicas"]
+    price = start.began.get("usd_per_hour")
+    rows = _row_counts(sums)
+    tokens = _tokens(sums)
+    return StartReport(
+        scope="start",
+        start=start.number,
+        outcome=outcome,
+        message=start.ends[-1].get("message") if start.ends else None,
+        began_at=start.began["time"],
+        replicas=replicas,
+        rows=replace(rows, refused=start.plans[-1]["refused"] if start.plans else 0),
+        tokens=tokens,
+        stale=_stale_work(stale),
+        seconds=seconds,
+        speed=_speed(rows.rows, tokens, seconds.generate_s),
+        latency=latency,
+        kv=samples.kv_usage(timeline),
+        engine=_engine_work(start.engine_counters(last_seen), tokens),
+        cost=_start_cost(price, replicas, seconds, rows.done, tokens),
+        restarts=start.restart_list(),
+        finish_reasons=part_files.counts(part_files.done(sums), "finish_reason"),
+        error_codes=part_files.counts(sums, "error_code"),
+    )
+
+
+def _whole_report(
+    history: History,
+    starts: Sequence[StartReport],
+    sums: pl.DataFrame,
+    stale: pl.DataFrame,
+    stale_known: bool,
+    latency: Latency,
+    kv: KvUsage,
+) -> StartReport:
+    committed = _tokens(sums)
+    seconds = _add_seconds([s.seconds for s in starts])
+    current = _less(sums, stale)
+    return StartReport(
+        scope="whole",
+        start=None,
+        outcome=starts[-1].outcome if starts else "not started",
+        message=starts[-1].message if starts else None,
+        began_at=starts[0].began_at if starts else None,
+        replicas=max((s.replicas for s in starts), default=0),
+        rows=_input_rows(_row_counts(current), history.plan),
+        tokens=_tokens(current),
+        stale=_whole_stale(stale, history.plan, stale_known),
+        seconds=seconds,
+        speed=_speed(part_files.total(sums, "rows"), committed, seconds.generate_s),
+        latency=latency,
+        kv=kv,
+        engine=_add_engine_work([s.engine for s in starts]),
+        cost=_whole_cost(starts, _row_counts(sums).done, committed),
+        restarts=tuple(r for s in starts for r in s.restarts),
+        finish_reasons=part_files.counts(part_files.done(current), "finish_reason"),
+        error_codes=part_files.counts(current, "error_code"),
+    )
+
+
+def _less(sums: pl.DataFrame, stale: pl.DataFrame) -> pl.DataFrame:
+    if stale.is_empty():
+        return sums
+    names = ("rows", "prompt_tokens", "cached_tokens", "output_tokens", "service_s")
+    return pl.concat([sums, stale.select(sums.columns).with_columns(-pl.col(name) for name in names)])
+
+
+def _row_counts(sums: pl.DataFrame) -> RowCounts:
+    done = part_files.done(sums)
+    by_reason = part_files.counts(done, "finish_reason")
+    rows, rows_done = part_files.total(sums, "rows"), part_files.total(done, "rows")
+    stop, length = by_reason.get("stop", 0), by_reason.get("length", 0)
+    return RowCounts(
+        rows=rows,
+        done=rows_done,
+        failed=rows - rows_done,
+        refused=0,
+        pending=0,
+        finish_stop=stop,
+        finish_length=length,
+        finish_other=rows_done - stop - length,
+    )
+
+
+def _input_rows(committed: RowCounts, plan: Plan | None) -> RowCounts:
+    if plan is None:
+        return committed
+    return replace(committed, rows=plan.rows, refused=plan.refused, pending=plan.left)
+
+
+def _tokens(sums: pl.DataFrame) -> TokenCounts:
+    return TokenCounts(
+        prompt_tokens=part_files.total(sums, "prompt_tokens"),
+        cached_tokens=part_files.total(sums, "cached_tokens"),
+        output_tokens=part_files.total(sums, "output_tokens"),
+    )
+
+
+def _stale_work(stale: pl.DataFrame) -> StaleWork:
+    tokens = _tokens(stale)
+    return StaleWork(
+        stale_rows=part_files.total(stale, "rows"),
+        stale_prompt_tokens=tokens.prompt_tokens,
+        stale_cached_tokens=tokens.cached_tokens,
+        stale_output_tokens=tokens.output_tokens,
+        stale_in_sums=False,
+    )
+
+
+def _whole_stale(stale: pl.DataFrame, plan: Plan | None, known: bool) -> StaleWork:
+    work = _stale_work(stale)
+    return work if known or plan is None else replace(work, stale_rows=plan.stale_rows, stale_in_sums=True)
+
+
+def _seconds(start: Start, outcome: str, timeline: pl.DataFrame) -> Seconds:
+    began = start.began["time"]
+    traces = [began, start.last_completed_at, samples.last_seen_at(timeline, running=False)]
+    traces += [record["time"] for record in start.restarts]
+    ended = start.ends[-1]["time"] if start.ends else max(t for t in traces if t is not None)
+    lost_s = 0.0
+    if outcome not in ("finished", "running"):
+        last = samples.last_seen_at(timeline, running=True)
+        since = start.last_completed_at or samples.first_running_at(timeline)
+        lost_s = max(0.0, last - since) if last is not None and since is not None else 0.0
+    return Seconds(
+        plan_s=start.sum("plans", "plan_s"),
+        start_s=start.start_s,
+        generate_s=start.generate_s,
+        merge_s=start.sum("merged", "merge_s"),
+        wall_s=max(0.0, ended - began),
+        lost_s=lost_s,
+    )
+
+
+def _add_seconds(starts: Sequence[Seconds]) -> Seconds:
+    return Seconds(
+        plan_s=sum(s.plan_s for s in starts),
+        start_s=sum(s.start_s for s in starts),
+        generate_s=sum(s.generate_s for s in starts),
+        merge_s=sum(s.merge_s for s in starts),
+        wall_s=sum(s.wall_s for s in starts),
+        lost_s=sum(s.lost_s for s in starts),
+    )
+
+
+def _speed(rows: int, tokens: TokenCounts, generate_s: float) -> Speed:
+    return Speed(
+        rows_per_s=_over(rows, generate_s),
+        prompt_tokens_per_s=_over(tokens.prompt_tokens, generate_s),
+        cached_tokens_per_s=_over(tokens.cached_tokens, generate_s),
+        output_tokens_per_s=_over(tokens.output_tokens, generate_s),
+        total_tokens_per_s=_over(tokens.total_tokens, generate_s),
+    )
+
+
+def _over(amount: float, divisor: float) -> float | None:
+    return amount / divisor if divisor > 0 else None
+
+
+def _engine_work(counters: Mapping[str, int], committed: TokenCounts) -> EngineWork:
+    return EngineWork(
+        preemptions=counters["preemptions"],
+        engine_prompt_tokens=counters["prompt_tokens"],
+        engine_cached_tokens=counters["cached_tokens"],
+        engine_output_tokens=counters["output_tokens"],
+        lost_prompt_tokens=counters["prompt_tokens"] - committed.prompt_tokens,
+        lost_output_tokens=counters["output_tokens"] - committed.output_tokens,
+    )
+
+
+def _add_engine_work(starts: Sequence[EngineWork]) -> EngineWork:
+    return EngineWork(
+        preemptions=sum(s.preemptions for s in starts),
+        engine_prompt_tokens=sum(s.engine_prompt_tokens for s in starts),
+        engine_cached_tokens=sum(s.engine_cached_tokens for s in starts),
+        engine_output_tokens=sum(s.engine_output_tokens for s in starts),
+        lost_prompt_tokens=sum(s.lost_prompt_tokens for s in starts),
+        lost_output_tokens=sum(s.lost_output_tokens for s in starts),
+    )
+
+
+def _start_cost(price: float | None, replicas: int, seconds: Seconds, done: int, tokens: TokenCounts) -> Cost:
+    def usd(lasted_s: float) -> float | None:
+        return None if price is None else price / 3600 * replicas * lasted_s
+
+    paid = usd(seconds.start_s + seconds.generate_s)
+    return _cost(price, paid, usd(seconds.generate_s), usd(seconds.lost_s), done, tokens)
+
+
+def _whole_cost(starts: Sequence[StartReport], done: int, tokens: TokenCounts) -> Cost:
+    # A start that neither opened an engine nor generated costs nothing, with a price or without.
+    spent = [s.cost for s in starts if s.seconds.start_s + s.seconds.generate_s + s.seconds.lost_s > 0]
+    prices = {c.usd_per_hour for c in spent}
+    known = bool(spent) and None not in prices
+
+    def add(name: str) -> float | None:
+        return sum(getattr(c, name) for c in spent) if known else None
+
+    price = next(iter(prices)) if len(prices) == 1 else None
+    return _cost(price, add("usd"), add("generate_usd"), add("lost_usd"), done, tokens)
+
+
+def _cost(
+    price: float | None,
+    paid: float | None,
+    generate: float | None,
+    lost: float | None,
+    done: int,
+    tokens: TokenCounts,
+) -> Cost:
+    def per(amount: float) -> float | None:
+        return None if paid is None else _over(paid, amount)
+
+    return Cost(
+        usd_per_hour=price,
+        usd=paid,
+        generate_usd=generate,
+        lost_usd=lost,
+        usd_per_1k_rows=per(done / 1e3),
+        usd_per_million_prompt_tokens=per(tokens.prompt_tokens / 1e6),
+        usd_per_million_output_tokens=per(tokens.output_tokens / 1e6),
+    )

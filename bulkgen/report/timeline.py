@@ -1,0 +1,126 @@
+"""The timeline: what each replica's engine looked like about once a second. Reads the log, derives rates."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from bulkgen.errors import OutputError
+from bulkgen.report.history import COUNTERS
+from bulkgen.report.model import KvUsage
+
+_INTEGERS = (
+    "start",
+    "replica",
+    "incarnation",
+    "running",
+    "waiting",
+    "preemptions",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "done",
+    "failed",
+)
+_ENGINE = ("start", "replica", "incarnation")
+
+COLUMN_DOCS = {
+    "time": "unix time of the sample",
+    "t_s": "seconds since the beginning of its start",
+    "start": "number of the start",
+    "replica": "number of the replica",
+    "incarnation": "engines that this replica had before in this start",
+    "running": "requests in the engine's running batch",
+    "waiting": "requests waiting in the engine",
+    "kv_usage": "share of the KV cache in use (0..1)",
+    "preemptions": "preemptions since the engine was opened",
+    "prompt_tokens": "prompt tokens since the engine was opened, cached ones included",
+    "cached_tokens": "cached prompt tokens since the engine was opened",
+    "output_tokens": "output tokens since the engine was opened",
+    "done": "rows done since the engine was opened",
+    "failed": "rows failed since the engine was opened",
+    "prompt_tokens_per_s": "prompt tokens per second since this engine's sample before; null in its first",
+    "output_tokens_per_s": "output tokens per second since this engine's sample before; null in its first",
+}
+
+
+def load_timeline(log: Path, began_at: Mapping[int, float]) -> pl.DataFrame:
+    """The samples of timeline.jsonl, by start, replica and time, with the columns of COLUMN_DOCS.
+
+    Lines that are no whole sample are left out: a kill can tear the last line of its start. `began_at` gives
+    the beginning of each start.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in ("time", "kv_usage", *_INTEGERS)}
+    try:
+        with log.open("rb") as lines:
+            for line in lines:
+                _take(line, columns)
+    except FileNotFoundError:
+        pass
+    except OSError as e:
+        raise OutputError(f"{log}: cannot read the timeline ({e.strerror or e})") from e
+    schema = {"time": pl.Float64, "kv_usage": pl.Float64, **dict.fromkeys(_INTEGERS, pl.Int64)}
+    frame = pl.DataFrame(columns, schema=schema).sort(*_ENGINE, "time")
+    span = pl.col("time").diff().over(_ENGINE)
+    rates = [
+        pl.when(span > 0).then(pl.col(name).diff().over(_ENGINE) / span).alias(f"{name}_per_s")
+        for name in ("prompt_tokens", "output_tokens")
+    ]
+    began = pl.col("start").replace_strict(dict(began_at), default=None, return_dtype=pl.Float64)
+    return frame.with_columns((pl.col("time") - began).alias("t_s"), *rates).select(*COLUMN_DOCS)
+
+
+def _take(line: bytes, columns: dict[str, list[Any]]) -> None:
+    try:
+        sample = json.loads(line)
+        values = [
+            float(sample["time"]),
+            float(sample["kv_usage"]),
+            *(int(sample[name]) for name in _INTEGERS),
+        ]
+    except (ValueError, KeyError, TypeError):
+        return
+    for column, value in zip(columns.values(), values, strict=True):
+        column.append(value)
+
+
+def kv_usage(timeline: pl.DataFrame) -> KvUsage:
+    """Mean over the steady part of each engine's life (see KvUsage) and peak; samples weigh the same."""
+    waits = pl.col("waiting") > 0
+    first, last = (
+        end.over(_ENGINE) for end in (pl.col("time").filter(waits).min(), pl.col("time").filter(waits).max())
+    )
+    usage, covers = timeline.filter(pl.col("time").is_between(first, last))["kv_usage"], "steady"
+    if not len(usage):
+        usage, covers = timeline.filter(pl.col("running") > 0)["kv_usage"], "running"
+    return KvUsage(
+        kv_usage_mean=_number(usage.mean()),
+        kv_usage_peak=_number(timeline["kv_usage"].max()),
+        kv_usage_covers=covers if len(usage) else None,
+    )
+
+
+def last_counters(timeline: pl.DataFrame) -> dict[tuple[int, int, int], dict[str, int]]:
+    """The last counters that each engine (start, replica, incarnation) was seen with."""
+    table = timeline.group_by(_ENGINE).agg(pl.col(name).max() for name in COUNTERS)
+    return {
+        (r["start"], r["replica"], r["incarnation"]): {c: r[c] for c in COUNTERS}
+        for r in table.iter_rows(named=True)
+    }
+
+
+def last_seen_at(timeline: pl.DataFrame, *, running: bool) -> float | None:
+    """Time of the last sample; with `running`, of the last one with a request running."""
+    samples = timeline.filter(pl.col("running") > 0) if running else timeline
+    return _number(samples["time"].max())
+
+
+def first_running_at(timeline: pl.DataFrame) -> float | None:
+    """Time of the first sample with a request running."""
+    return _number(timeline.filter(pl.col("running") > 0)["time"].min())
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

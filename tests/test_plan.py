@@ -1,0 +1,119 @@
+"""The plan: shards balanced by tokens, rows found again by key, state that survives a reopening."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bulkgen.plan import Plan, PlanWriter, bucket_edges, cut_shards, load_plan
+from bulkgen.records import Prompt, RefusedRow
+
+RNG = np.random.default_rng(7)
+
+
+def prompt(ordinal: int, tokens: int, key: bytes | None = None, max_tokens: int = 10) -> Prompt:
+    ids = RNG.integers(0, 50_000, tokens).tolist()
+    return Prompt(ordinal, key or ordinal.to_bytes(16, "big"), ids, max_tokens, "{}")
+
+
+def refused(ordinal: int) -> RefusedRow:
+    return RefusedRow(ordinal, ordinal.to_bytes(16, "big"), "in.jsonl", ordinal + 1, "bad_json", "no", None, b"{")
+
+
+def write(folder: Path, rows: list[Prompt | RefusedRow], target_rows: int | None = 10, replicas: int = 1) -> Plan:
+    writer = PlanWriter(folder / "plan", bucket_edges(None, 4096))
+    for i in range(0, len(rows), 7):
+        writer.add(rows[i : i + 7])
+    return writer.finish({"made_from": "test"}, target_rows, replicas)
+
+
+def test_every_row_is_in_exactly_one_shard_and_comes_back_as_it_went_in(tmp_path: Path) -> None:
+    rows: list[Prompt | RefusedRow] = [
+        refused(i) if i % 17 == 3 else prompt(i, int(RNG.integers(1, 3000))) for i in range(5000)
+    ]
+    plan = write(tmp_path, rows, target_rows=100)
+    seen = {row.ordinal: row for shard in plan.shards for row in plan.read(shard)}
+    sent = [row for row in rows if isinstance(row, Prompt)]
+    assert len(seen) == len(sent) == sum(shard.rows for shard in plan.shards)
+    for row in sent:
+        back = seen[row.ordinal]
+        assert (back.key, back.tokens.tolist(), back.max_tokens) == (row.key, list(row.tokens), row.max_tokens)
+    assert plan.refused == len(rows) - len(sent)
+
+
+def test_a_shard_holds_prompts_of_one_length_range_only(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(i, int(RNG.integers(1, 4000))) for i in range(400)])
+    for shard in plan.shards:
+        lengths = [len(row.tokens) for row in plan.read(shard)]
+        shorter = max((s.longest for s in plan.shards if s.longest < shard.longest), default=0)
+        assert shorter < min(lengths) <= max(lengths) <= shard.longest
+
+
+def test_shards_of_a_bucket_are_balanced_by_tokens_not_by_rows() -> None:
+    prompts = np.concatenate([np.full(900, 130), np.full(100, 250)]).astype(np.int32)
+    budgets = np.concatenate([np.full(900, 10), np.full(100, 2000)]).astype(np.int32)
+    shards = cut_shards(1, 256, prompts, budgets, 100, 0)
+    costs = [s.prompt_tokens + s.budget_tokens for s in shards]
+    assert len(shards) == 10
+    assert max(costs) - min(costs) <= 2 * 2250  # a border is off by one row at most
+    assert max(s.rows for s in shards) > 5 * min(s.rows for s in shards)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 99])
+def test_shards_cover_small_buckets_without_gap_or_overlap(rows: int) -> None:
+    lengths = np.full(rows, 5, np.int32)
+    shards = cut_shards(0, 128, lengths, lengths, 2, 4)
+    assert [s.first for s in shards] == np.cumsum([0, *[s.rows for s in shards]])[:-1].tolist()
+    assert sum(s.rows for s in shards) == rows
+    assert [s.shard for s in shards] == list(range(4, 4 + len(shards)))
+
+
+def test_the_last_bucket_holds_the_longest_prompt_that_is_possible() -> None:
+    assert bucket_edges(None, 1000) == [128, 256, 512, 999]
+    assert bucket_edges([64, 5000, 64], 1000) == [64, 999]
+    assert bucket_edges(None, 1) == [1]
+
+
+def test_rows_equal_in_everything_get_keys_of_their_own_and_the_same_ones_each_time(tmp_path: Path) -> None:
+    same = b"\x07" * 15 + b"\0"
+    rows: list[Prompt | RefusedRow] = [prompt(i, 5, same if i in (2, 5, 6) else None) for i in range(8)]
+    keys = write(tmp_path / "a", rows).keys(0, 8)
+    assert len(set(keys)) == 8
+    assert keys[2] == same
+    longer = [*rows, prompt(8, 5, same)]
+    assert write(tmp_path / "b", longer).keys(0, 8) == keys
+
+
+def test_lookup_finds_each_key_and_no_other(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(i, 3, RNG.bytes(15) + bytes([i % 3])) for i in range(1000)])
+    wanted = np.array(plan.keys(0, 1000)[::-1] + [b"\x01" * 16], "S16")
+    assert plan.lookup(wanted).tolist() == [*range(999, -1, -1), -1]
+
+
+def test_a_row_is_committed_once(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(i, 3) for i in range(10)])
+    assert plan.commit(np.array([1, 2]))
+    assert not plan.commit(np.array([2, 3]))
+    assert not plan.commit(np.array([4, 4]))
+    assert sum(plan.pending(s)[0] for s in plan.shards) == 8
+    again = load_plan(tmp_path / "plan")
+    assert [row.ordinal for s in again.shards for row in again.read(s)] == [0, 3, 4, 5, 6, 7, 8, 9]
+    again.forget_commits()
+    assert sum(plan.pending(s)[0] for s in plan.shards) == 10
+
+
+def test_a_refused_row_can_never_be_committed(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(0, 3), refused(1)])
+    assert not plan.commit(np.array([1]))
+
+
+def test_a_plan_without_rows_is_a_plan(tmp_path: Path) -> None:
+    plan = write(tmp_path, [])
+    assert (plan.rows, plan.shards) == (0, ())
+    assert plan.lookup(np.array([b"x" * 16], "S16")).tolist() == [-1]
+
+
+def test_a_writer_that_never_finished_leaves_no_plan(tmp_path: Path) -> None:
+    PlanWriter(tmp_path / "plan", [10]).add([prompt(0, 3)])
+    assert not (tmp_path / "plan").exists()
+    assert write(tmp_path, [prompt(0, 3)]).rows == 1
