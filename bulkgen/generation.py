@@ -256,8 +256,7 @@ class Generation:
                     where = {"replica": number, "incarnation": seat.incarnation}
                     rows = {"done": seat.rows["done"], "failed": seat.rows["failed"]}
                     f.write(json.dumps({"time": now, "start": self._start} | where | asdict(seat.stats) | rows) + "\n")
-        working = any(s.state == "working" for s in self._seats)
-        self._show("generating" if working else "starting", self._progress(now))
+        self._show("generating" if any(s.was_ready for s in self._seats) else "starting", self._progress(now))
 
     def _progress(self, now: float) -> ProgressState:
         sums = dict(self._committed)

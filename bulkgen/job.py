@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,10 +39,9 @@ from bulkgen.prompt import Model
 from bulkgen.replica import Work
 from bulkgen.report import Progress, ProgressState, Report, summarize, write_reports
 from bulkgen.results import merge, read_keys
-from bulkgen.rundir import Manifest, RunDir, whole_file
+from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
 from bulkgen.spec import JobSpec
 from bulkgen.stopping import StopFlag
-
 
 _SHOW_EVERY_S = 1.0
 
@@ -66,8 +66,14 @@ def run_job(spec: JobSpec, progress: Progress) -> Outcome:
     model = open_job_model(spec, progress.say)
     check_output(spec, run)
     run.create()
-    with run.held(), StopFlag(progress.say) as stop:
-        start = _Start(spec, run, dataset, model, progress, stop)
+    log = RunLog(run.log)
+
+    def say(text: str) -> None:
+        log.write("said", text=text)
+        progress.say(text)
+
+    with run.held(), StopFlag(say) as stop:
+        start = _Start(spec, run, dataset, model, progress, log, say, stop)
         if (finished := start.finished()) is not None:
             return finished
         return start.go()
@@ -77,13 +83,23 @@ class _Start:
     """One process's work on a run, with what all its stages need."""
 
     def __init__(
-        self, spec: JobSpec, run: RunDir, dataset: DataSet, model: Model, progress: Progress, stop: StopFlag
+        self,
+        spec: JobSpec,
+        run: RunDir,
+        dataset: DataSet,
+        model: Model,
+        progress: Progress,
+        log: RunLog,
+        say: Callable[[str], None],
+        stop: StopFlag,
     ) -> None:
         self.spec = spec
         self.run = run
         self.dataset = dataset
         self.model = model
         self.progress = progress
+        self.log = log
+        self.say = say
         self.stop = stop
         self.manifest = Manifest(run.manifest)
         self._shown_at, self._shown_stage = 0.0, ""
@@ -91,7 +107,11 @@ class _Start:
         self.number = len(self.manifest.of("start")) + 1
         self.max_model_len = context_length(spec, model)
         self.content_key = _digest(
-            dataset.fingerprint, spec.identity_settings(), model.fingerprint, spec.input.id, self.max_model_len
+            dataset.fingerprint,
+            spec.identity_settings(),
+            model.fingerprint,
+            spec.input.id,
+            self.max_model_len,
         )
 
     def finished(self) -> Outcome | None:
@@ -119,8 +139,11 @@ class _Start:
 
     def _begin(self) -> None:
         self._sweep()
+        setups = replica_setups(self.spec, self.model, self.max_model_len)
+        chosen = [{"args": dict(s.settings.args), "env": dict(s.env)} for s in setups]
         with whole_file(self.run.job) as path:
-            path.write_text(yaml.safe_dump(self.spec.resolved(), sort_keys=False, allow_unicode=True))
+            job = self.spec.resolved() | {"chosen": {"replicas": chosen}}
+            path.write_text(yaml.safe_dump(job, sort_keys=False, allow_unicode=True), encoding="utf-8")
         self.manifest.append(
             {
                 "record": "start",
@@ -147,7 +170,13 @@ class _Start:
     def _plan(self) -> Plan:
         began = time.monotonic()
         plan = self._planned_before() or plan_rows(
-            self.spec, self.dataset, self.model, self.run, self._plan_facts(), self.stop.check, self._show_planning
+            self.spec,
+            self.dataset,
+            self.model,
+            self.run,
+            self._plan_facts(),
+            self.stop.check,
+            self._show_planning,
         )
         refuse_empty(self.spec, self.dataset, plan)
         self._mark_committed(plan)
@@ -202,8 +231,16 @@ class _Start:
         now = time.time()
         if not force and stage == self._shown_stage and now < self._shown_at + _SHOW_EVERY_S:
             return
+        if stage != self._shown_stage:
+            self.log.write("stage", start=self.number, stage=stage)
         self._shown_at, self._shown_stage, self._shown = now, stage, state
-        about = {"time": now, "start": self.number, "pid": os.getpid(), "host": socket.gethostname(), "stage": stage}
+        about = {
+            "time": now,
+            "start": self.number,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "stage": stage,
+        }
         text = json.dumps(about | asdict(state) | {"replicas": self.spec.engine.replicas})
         # Not synced: after a crash of the machine the manifest tells, this is for those who look on.
         temporary = self.run.progress.with_suffix(".tmp")
@@ -225,7 +262,7 @@ class _Start:
             work=self._work,
             max_restarts=self.spec.engine.max_restarts,
             show=self._show,
-            say=self.progress.say,
+            say=self.say,
             stopped=lambda: bool(self.stop),
         )
         if not generation.run():
@@ -299,6 +336,7 @@ class _Start:
             outcome = "stopped" if isinstance(error, Stopped) else "failed"
             code, message = getattr(error, "exit_code", 1), str(error)
         self._show(outcome, self._shown, force=True)
+        self.log.write("end", start=self.number, outcome=outcome, exit_code=code, message=message)
         self.manifest.append(
             {
                 "record": "end",

@@ -148,7 +148,7 @@ class Replica:
 
     def _top_up(self) -> None:
         room = self._feed.room(len(self._in_engine))
-        requests = []
+        requests: list[Request] = []
         while len(requests) < room and (next_row := next(self._rows)) is not None:
             row = next_row[1]
             self._in_engine[row.ordinal] = next_row

@@ -58,9 +58,7 @@ class RunDir:
         for candidate in (cls(path), cls.of_output(path), cls(path / RUN_FOLDER)):
             if candidate.manifest.is_file():
                 return candidate
-        raise OutputError(
-            f"{path}: no bulkgen run here; give the output path of a job that `bulkgen run` has started"
-        )
+        raise OutputError(f"{path}: no bulkgen run here; give the output path of a job that `bulkgen run` has started")
 
     def create(self) -> None:
         """Make the folder, and prove that it can be written to, before anything expensive begins."""
@@ -188,6 +186,19 @@ def read_manifest(path: Path) -> list[dict[str, Any]]:
 def _whole_bytes(path: Path) -> int:
     data = path.read_bytes()
     return data.rfind(b"\n") + 1
+
+
+class RunLog:
+    """What happened, for programs: one JSON object a line. Never a row's content."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append a line. A full disk must not end a run for the sake of its log."""
+        line = json.dumps({"time": time.time(), "pid": os.getpid(), "event": event} | facts, ensure_ascii=False)
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as f:
+            f.write(line + "\n")
 
 
 @contextlib.contextmanager

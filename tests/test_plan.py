@@ -37,7 +37,11 @@ def test_every_row_is_in_exactly_one_shard_and_comes_back_as_it_went_in(tmp_path
     assert len(seen) == len(sent) == sum(shard.rows for shard in plan.shards)
     for row in sent:
         back = seen[row.ordinal]
-        assert (back.key, back.tokens.tolist(), back.max_tokens) == (row.key, list(row.tokens), row.max_tokens)
+        assert (back.key, back.tokens.tolist(), back.max_tokens) == (
+            row.key,
+            list(row.tokens),
+            row.max_tokens,
+        )
     assert plan.refused == len(rows) - len(sent)
 
 
@@ -86,7 +90,7 @@ def test_rows_equal_in_everything_get_keys_of_their_own_and_the_same_ones_each_t
 
 def test_lookup_finds_each_key_and_no_other(tmp_path: Path) -> None:
     plan = write(tmp_path, [prompt(i, 3, RNG.bytes(15) + bytes([i % 3])) for i in range(1000)])
-    wanted = np.array(plan.keys(0, 1000)[::-1] + [b"\x01" * 16], "S16")
+    wanted = np.array([*plan.keys(0, 1000)[::-1], b"\x01" * 16], "S16")
     assert plan.lookup(wanted).tolist() == [*range(999, -1, -1), -1]
 
 

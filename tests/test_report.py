@@ -160,9 +160,7 @@ class Run:
         )
         return self.dir.parts / name
 
-    def closed(
-        self, prompt: int, output: int, preemptions: int = 0, replica: int = 0, incarnation: int = 0
-    ) -> None:
+    def closed(self, prompt: int, output: int, preemptions: int = 0, replica: int = 0, incarnation: int = 0) -> None:
         counters = {
             "prompt_tokens": prompt,
             "cached_tokens": 0,
@@ -554,9 +552,7 @@ class TestBeginnings:
         one_start(run)
         run.start(2000.0, rows=11, before=9)
         run.part([row(99)], 2001.0, 2002.0).unlink()
-        with pytest.raises(
-            OutputError, match=r"part-s0002-r0-i0-000002.parquet: in the manifest but not there"
-        ):
+        with pytest.raises(OutputError, match=r"part-s0002-r0-i0-000002.parquet: in the manifest but not there"):
             run.report()
 
     def test_a_part_that_is_damaged(self, run: Run) -> None:
@@ -681,9 +677,7 @@ class TestTables:
 
     def test_no_escape_sequences_off_a_terminal(self, run: Run) -> None:
         one_start(run)
-        run.record(
-            record="restart", start=1, replica=0, incarnation=1, time=1.0, reason="\x1b[2J[bold]x[/bold]\n"
-        )
+        run.record(record="restart", start=1, replica=0, incarnation=1, time=1.0, reason="\x1b[2J[bold]x[/bold]\n")
         text = self.show(run.report())
         assert "\x1b" not in text
         assert "\\x1b[2J[bold]x[/bold]\\x0a" in text

@@ -138,10 +138,7 @@ class TestPlainLines:
         assert len(lines) == 3
         assert lines[0].endswith(" generating")
         assert "273 of 600 rows (3 failed), 450k of 1.0M tokens (45%)" in lines[1]
-        assert (
-            "output 312 tokens/s, total 1,204 tokens/s, running 64, waiting 12, KV 87%, ETA 2m 31s"
-            in lines[1]
-        )
+        assert "output 312 tokens/s, total 1,204 tokens/s, running 64, waiting 12, KV 87%, ETA 2m 31s" in lines[1]
         assert "\r" not in stream.getvalue()
         assert "\x1b" not in stream.getvalue()
 

@@ -81,9 +81,14 @@ def test_another_format_is_refused(run: RunDir) -> None:
 def test_a_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
     target = tmp_path / "x.json"
     target.write_text("old")
-    with pytest.raises(RuntimeError), whole_file(target) as path:
-        path.write_text("half")
-        raise RuntimeError
+
+    def fail_half_way() -> None:
+        with whole_file(target) as path:
+            path.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
     with whole_file(target) as path:

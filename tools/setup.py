@@ -29,7 +29,9 @@ def say(text: str) -> None:
 def main() -> int:
     """Bring the checkout up to date; the exit code is that of the first step that failed."""
     if sys.version_info < (3, 11):  # noqa: UP036 - this file is what tells users of older Pythons
-        sys.exit(f"setup: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12`")
+        sys.exit(
+            f"setup: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12`"
+        )
     if sys.platform != "linux":
         sys.exit(f"setup: vLLM runs on Linux, this is {sys.platform}; use a Linux machine or container")
     extra = "gpu" if has_gpu() else "cpu"
@@ -73,14 +75,24 @@ def make_environment() -> None:
     made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         sys.exit(
-            f"setup: cannot create {VENV}: {(made.stderr or made.stdout).strip().splitlines()[0]}; on Debian and Ubuntu, "
-            "apt install python3-venv"
+            f"setup: cannot create {VENV}: {(made.stderr or made.stdout).strip().splitlines()[0]}; "
+            "on Debian and Ubuntu: apt install python3-venv"
         )
 
 
 def install(what: str) -> None:
     """Install in editable form: plainly first, and with PyTorch's CPU index only where that fails."""
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-e", what]
+    pip = [
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        "-e",
+        what,
+    ]
     if os.environ.get("BULKGEN_UV") and shutil.which("uv"):
         pip = ["uv", "pip", "install", "--python", str(PYTHON), "-e", what]
     say("this takes some minutes the first time" if not STAMP.exists() else "updating")

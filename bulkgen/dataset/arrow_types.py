@@ -45,9 +45,7 @@ def merge_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             if not merged.equals(known.type):
                 origin[field.name] = file
             fields[field.name] = known.with_type(merged).with_nullable(known.nullable or field.nullable)
-    return pa.schema(
-        [field if counts[name] == files else field.with_nullable(True) for name, field in fields.items()]
-    )
+    return pa.schema([field if counts[name] == files else field.with_nullable(True) for name, field in fields.items()])
 
 
 def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
@@ -117,10 +115,7 @@ def _is_text(t: pa.DataType) -> bool:
 
 def _is_bytes(t: pa.DataType) -> bool:
     return bool(
-        types.is_binary(t)
-        or types.is_large_binary(t)
-        or types.is_binary_view(t)
-        or types.is_fixed_size_binary(t)
+        types.is_binary(t) or types.is_large_binary(t) or types.is_binary_view(t) or types.is_fixed_size_binary(t)
     )
 
 

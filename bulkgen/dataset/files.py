@@ -66,22 +66,24 @@ def find_files(paths: Sequence[str], base: Path, exclude: Sequence[Path]) -> Fou
     base = base.absolute()
     excluded = tuple(path.resolve() for path in exclude)
     files: dict[Path, InputFile] = {}
-    left_out: dict[str, None] = {}
+    left_out: dict[Path, str] = {}
     for text in paths:
         try:
             found = _expand(text, base)
-            own = [path for path in found.wanted if _lies_in(path.resolve(), excluded)]
-            wanted = [path for path in found.wanted if path not in own]
+            wanted = [path for path in found.wanted if not _lies_in(path.resolve(), excluded)]
             if not wanted:
-                raise InputError(_why_nothing(text, base, own, found.left_out))
+                raise InputError(_why_nothing(text, base, found))
             for path in wanted:
                 files.setdefault(path.resolve(), _input_file(path, text, base))
         except OSError as error:
             place = os.fsdecode(error.filename) if error.filename else text
             problem = f"{place}: cannot be read ({error.strerror}); check the path and its rights"
             raise InputError(problem) from error
-        left_out.update((_name(path, text, base), None) for path in found.left_out)
-    return FoundFiles(tuple(files.values()), tuple(left_out))
+        left_out.update((path.resolve(), _name(path, text, base)) for path in found.left_out)
+    return FoundFiles(
+        tuple(files.values()),
+        tuple(name for real, name in left_out.items() if real not in files and not _lies_in(real, excluded)),
+    )
 
 
 def natural_order(path: Path) -> list[tuple[tuple[int | str, ...], str]]:
@@ -186,14 +188,14 @@ def _name(path: Path, text: str, base: Path) -> str:
     return os.fsencode(plain.as_posix()).decode("utf-8", "backslashreplace")
 
 
-def _why_nothing(text: str, base: Path, own: Sequence[Path], left_out: Sequence[Path]) -> str:
-    if own:
+def _why_nothing(text: str, base: Path, found: _Expansion) -> str:
+    if found.wanted:
         return f"{text}: leads to this job's own output and nothing else; change output.path or input.path"
-    if left_out:
-        names = ", ".join(path.name for path in left_out[:3])
+    if found.left_out:
+        names = ", ".join(path.name for path in found.left_out[:3])
         return (
-            f"{text}: all data files in it ({len(left_out)}: {names}) are left out, since their names "
-            "or those of their folders begin with '_' or '.'; rename them, or name the files themselves in input.path"
+            f"{text}: all data files in it ({len(found.left_out)}: {names}) are left out, since their names "
+            "or those of their folders begin with '_' or '.'; rename them, or name the files in input.path"
         )
     if (base / text).is_dir():
         return f"{text}: no data files in this folder; {_READABLE}"

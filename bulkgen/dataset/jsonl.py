@@ -5,6 +5,8 @@ A line ends at "\\n" and nowhere else. Every line is one row, good or bad, but f
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ ROWS_PER_TABLE, BYTES_PER_TABLE, CELLS_PER_TABLE = 8192, 16 << 20, 1 << 20
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89aAbB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89aAbB]..)\\u[dD][c-fC-F]")
 
 
 class JsonlRows:
@@ -119,12 +122,11 @@ def _blocks(file: InputFile) -> Iterator[bytes]:
     if file.compression and not file.size_bytes:
         raise InputError(f"{file.name}: cut off, it has no bytes at all; fetch it again")
     try:
-        with pa.input_stream(str(file.path), compression=file.compression) as stream:
+        with pa.OSFile(os.fsencode(file.path)) as plain:
+            stream = pa.CompressedInputStream(plain, file.compression) if file.compression else plain
             block = stream.read(BLOCK_BYTES)
             if block.startswith(_UTF16_MARKS):
-                raise InputError(
-                    f"{file.name}: encoded as UTF-16, JSON Lines is UTF-8; convert it with iconv"
-                )
+                raise InputError(f"{file.name}: encoded as UTF-16, JSON Lines is UTF-8; convert it with iconv")
             yield block.removeprefix(_BOM)
             while block := stream.read(BLOCK_BYTES):
                 yield block
@@ -148,17 +150,23 @@ class _LineParser:
 
     def __call__(self, line: bytes) -> dict[str, Any] | BadRow:
         raw = line.removesuffix(b"\r")
-        if line.startswith(_BOM):  # where files that have one were put one after the other
-            line = line[len(_BOM) :]
+        line = raw.removeprefix(_BOM)  # stands where files that have one were put one after the other
         try:
             value = self._decode(line.decode())
-            if b"\\ud" in line or b"\\uD" in line:
-                json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+            if _may_hold_half_a_pair(line):
+                json.dumps(value, ensure_ascii=False).encode()  # fails if so
         except (ValueError, RecursionError) as error:
             return BadRow(*_explain(error), raw)
         if type(value) is dict:
             return value
         return BadRow("not_an_object", f"the line holds {_kind(value)}, a row must be an object", raw)
+
+
+def _may_hold_half_a_pair(line: bytes) -> bool:
+    """Whether a string on the line may hold an escaped surrogate without its other half; quick when none can."""
+    if b"\\ud" not in line and b"\\uD" not in line:
+        return False
+    return b"\\\\" in line or _HALF_A_PAIR.search(line) is not None  # an escaped backslash would mislead the search
 
 
 def _kind(value: Any) -> str:
@@ -198,4 +206,6 @@ def _explain_syntax(error: json.JSONDecodeError) -> str:
     if error.msg == "Extra data":
         return f"more than one JSON value on the line, or something else after it, {place}"
     cut = error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip())
-    return f"not valid JSON: {error.msg} {place}" + ("; the line seems to be cut off" if cut else "")
+    return f"not valid JSON: {error.msg.removesuffix(' at')} {place}" + (
+        "; the line seems to be cut off" if cut else ""
+    )

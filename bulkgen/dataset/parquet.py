@@ -3,6 +3,7 @@
 Third-party errors end here: whatever pyarrow cannot read becomes an InputError that names the file.
 """
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -151,9 +152,7 @@ def _file_schema(file: InputFile) -> pa.Schema:
         schema = parquet.schema_arrow
         for field in schema:
             if len(schema.get_all_field_indices(field.name)) > 1:
-                raise InputError(
-                    f"{file.name}: has more than one column {field.name!r}; rename or drop all but one"
-                )
+                raise InputError(f"{file.name}: has more than one column {field.name!r}; rename or drop all but one")
             if (key := _repeated_key(field.type)) is not None:
                 raise InputError(
                     f"{file.name}: column {field.name!r} holds records with more than one field {key!r}; "
@@ -173,11 +172,11 @@ def _repeated_key(arrow: pa.DataType) -> str | None:
 @contextmanager
 def _opened(file: InputFile) -> Iterator[pq.ParquetFile]:
     with _translated(file):
-        parquet = pq.ParquetFile(str(file.path), buffer_size=BUFFER_BYTES, page_checksum_verification=True)
-    try:
+        source = pa.OSFile(os.fsencode(file.path))
+    with source:
+        with _translated(file):
+            parquet = pq.ParquetFile(source, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
         yield parquet
-    finally:
-        parquet.close()
 
 
 @contextmanager

@@ -86,7 +86,10 @@ def _build(folder: Path) -> None:
     try:
         made = scratch / NAME
         done = subprocess.run(
-            [sys.executable, "-m", __name__, str(made)], capture_output=True, text=True, stdin=subprocess.DEVNULL
+            [sys.executable, "-m", __name__, str(made)],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
         )
         if done.returncode != 0 or not is_prepared(made):
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()

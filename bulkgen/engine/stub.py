@@ -186,5 +186,3 @@ def _nth(values: Any, incarnation: int) -> int | None:
     if isinstance(values, int):
         values = [values]
     return values[incarnation] if values and incarnation < len(values) else None
-
-

@@ -1,7 +1,7 @@
 """vLLM behind the engine contract: one `LLMEngine`, fed with token ids and stepped by the caller.
 
 `LLMEngine.step` rather than `AsyncLLM`: the caller's loop is the only user, so an event loop and a task a request
-would be pure cost (bench/driver.py measures both). Settings keep vLLM's names; defaults are vLLM's own.
+would be pure cost (`python -m bench driver` measures both). Settings keep vLLM's names; defaults are vLLM's own.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from bulkgen.errors import EngineError
 from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Request
 
 
-class _Counters(StatLoggerBase):
+class _Counters(StatLoggerBase):  # type: ignore[misc]  # vLLM is not read by the type checker
     """vLLM hands every step's statistics to this object; counters add up over the life of the engine."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
@@ -81,9 +81,7 @@ class VllmEngine:
             # Text is made once at the end; only stop strings need it at every token.
             stops = bool(sampling.get("stop"))
             try:
-                params = SamplingParams(
-                    **sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=stops
-                )
+                params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=stops)
                 name = str(request.index)
                 self._engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
             except (ValueError, TypeError) as e:

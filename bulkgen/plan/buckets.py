@@ -1,6 +1,7 @@
 """Sharding by prompt length: which bucket a row belongs to, and how a bucket is cut into shards. Pure arithmetic."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -70,5 +71,5 @@ def cut_shards(
             prompt_tokens=int(prompt_sums[b] - prompt_sums[a]),
             budget_tokens=int(budget_sums[b] - budget_sums[a]),
         )
-        for i, (a, b) in enumerate(zip(cut[:-1], cut[1:], strict=True))
+        for i, (a, b) in enumerate(pairwise(cut))
     ]

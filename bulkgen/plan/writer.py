@@ -75,9 +75,9 @@ class _Bucket:
 
 
 def _flat(rows: Sequence[Prompt], total: int) -> npt.NDArray[np.int32]:
-    if isinstance(rows[0].tokens, np.ndarray):
-        return np.concatenate([p.tokens for p in rows]).astype(np.int32, copy=False)
-    return np.fromiter(chain.from_iterable(p.tokens for p in rows), np.int32, total)
+    if isinstance(rows[0].tokens, list):
+        return np.fromiter(chain.from_iterable(p.tokens for p in rows), np.int32, total)
+    return np.concatenate([np.asarray(p.tokens, np.int32) for p in rows])
 
 
 class PlanWriter:
@@ -140,7 +140,9 @@ class PlanWriter:
                 "refused": len(self._refused),
                 "prompt_tokens": sum(s.prompt_tokens for s in shards),
                 "budget_tokens": sum(s.budget_tokens for s in shards),
-                "buckets": {str(n): {"longest": b.longest, "batch_rows": b.batch_rows} for n, b in self._buckets.items()},
+                "buckets": {
+                    str(n): {"longest": b.longest, "batch_rows": b.batch_rows} for n, b in self._buckets.items()
+                },
                 "shards": [asdict(s) for s in shards],
             }
             (self.folder / "plan.json").write_text(json.dumps(facts))
@@ -163,9 +165,7 @@ class PlanWriter:
         for number in sorted(self._buckets, reverse=True):
             rows = np.fromfile(self.folder / f"{_stem(number)}.rows", ROW_TYPE)
             longest = self._buckets[number].longest
-            shards += cut_shards(
-                number, longest, rows["prompt_tokens"], rows["max_tokens"], target_rows, len(shards)
-            )
+            shards += cut_shards(number, longest, rows["prompt_tokens"], rows["max_tokens"], target_rows, len(shards))
         return shards
 
 

@@ -53,8 +53,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
     except Exception as e:  # no network, no such id, no access, no valid id: one and the same for the user
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise SpecError(
-            f"model {name!r}: not a folder here, and not to be had from the model hub ({reason}); check the name, log in "
-            "or download it beforehand, or give a folder; `model: demo` needs no hub"
+            f"model {name!r}: not a folder here, and not to be had from the model hub ({reason}); check the name, "
+            "log in or download it beforehand, or give a folder; `model: demo` needs no hub"
         ) from e
 
 

@@ -56,7 +56,9 @@ class Template:
             missing = sorted(self.required - variables.keys())
             if missing:
                 names = ", ".join(missing)
-                raise RowError("missing_column", f"{self._key} needs {names}, which this row lacks or has as null") from e
+                raise RowError(
+                    "missing_column", f"{self._key} needs {names}, which this row lacks or has as null"
+                ) from e
             raise RowError("template_error", f"{self._key}: {e.message}") from e
         except TemplateError as e:
             raise RowError("template_error", f"{self._key}: {e.message}") from e

@@ -89,8 +89,10 @@ class StubTokenizer:
     chat_template: str | None = "role: content, a line each"
 
     def chat_text(self, messages: Sequence[Message], template: str | None) -> str:
-        return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in messages) if len(messages) > 1 else (
-            str(messages[0].get("content", ""))
+        return (
+            "\n".join(f"{m['role']}: {m.get('content', '')}" for m in messages)
+            if len(messages) > 1
+            else (str(messages[0].get("content", "")))
         )
 
     def encode(self, texts: list[str], special: bool) -> list[Sequence[int]]:

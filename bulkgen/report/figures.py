@@ -51,9 +51,7 @@ def seconds(number: float | None) -> str:
     if number is None:
         return _DASH
     if number < 0.9995:
-        return (
-            "0s" if number == 0 else f"{number * 1e6:.0f}us" if number < 0.0005 else f"{number * 1e3:.0f}ms"
-        )
+        return "0s" if number == 0 else f"{number * 1e6:.0f}us" if number < 0.0005 else f"{number * 1e3:.0f}ms"
     if number < 59.95:
         return f"{number:.1f}s"
     whole = round(number)

@@ -37,16 +37,12 @@ class Start:
     @property
     def last_completed_at(self) -> float | None:
         """When the last committed row was finished."""
-        return max(
-            (p["last_completed_at"] for p in self.parts if p["last_completed_at"] is not None), default=None
-        )
+        return max((p["last_completed_at"] for p in self.parts if p["last_completed_at"] is not None), default=None)
 
     @property
     def generate_s(self) -> float:
         """First request offered to last committed completion."""
-        first = min(
-            (p["first_offered_at"] for p in self.parts if p["first_offered_at"] is not None), default=None
-        )
+        first = min((p["first_offered_at"] for p in self.parts if p["first_offered_at"] is not None), default=None)
         last = self.last_completed_at
         return 0.0 if first is None or last is None else max(0.0, last - first)
 
@@ -79,9 +75,7 @@ class Start:
         """
         closed = {(c["replica"], c["incarnation"]): c["counters"] for c in self.closed}
         engines = {(r["replica"], r["incarnation"]) for r in [*self.ready, *self.parts, *self.closed]}
-        engines |= {
-            (replica, incarnation) for start, replica, incarnation in last_seen if start == self.number
-        }
+        engines |= {(replica, incarnation) for start, replica, incarnation in last_seen if start == self.number}
         sums = dict.fromkeys(COUNTERS, 0)
         for engine in engines:
             told = closed.get(engine) or self._at_least(engine, last_seen.get((self.number, *engine), {}))
@@ -165,7 +159,5 @@ def sort_records(records: Sequence[Record]) -> History:
             plan, before, after = record, [*before, *after], []
         elif kind == "part":
             after.append(record)
-    current = plan and Plan(
-        plan["rows"], plan["refused"], plan["already_done"], plan["pending"], before, after
-    )
+    current = plan and Plan(plan["rows"], plan["refused"], plan["already_done"], plan["pending"], before, after)
     return History(tuple(starts.values()), current or None)

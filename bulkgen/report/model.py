@@ -30,9 +30,7 @@ class RowCounts:
     )
     done: int = column("rows with a generated text")
     failed: int = column("rows that failed in the engine")
-    refused: int = column(
-        "rows that planning refused before the engine: unreadable, not renderable, too long"
-    )
+    refused: int = column("rows that planning refused before the engine: unreadable, not renderable, too long")
     pending: int = column("rows of the current plan that are not committed yet")
     finish_stop: int = column("done rows that ended by themselves (finish_reason stop)")
     finish_length: int = column("done rows cut at max_tokens or the context's end (finish_reason length)")
@@ -57,9 +55,7 @@ class TokenCounts:
 class StaleWork:
     """Committed rows that the input no longer has. A start counts them, the whole leaves them out."""
 
-    stale_rows: int = column(
-        "committed rows whose key is not in the current plan (input or settings have changed)"
-    )
+    stale_rows: int = column("committed rows whose key is not in the current plan (input or settings have changed)")
     stale_prompt_tokens: int = column("prompt tokens of stale rows")
     stale_cached_tokens: int = column("cached tokens of stale rows")
     stale_output_tokens: int = column("output tokens of stale rows")
@@ -73,12 +69,8 @@ class Seconds:
     """Where the time went. The whole is the sum over the starts, without the time between them."""
 
     plan_s: float = column("reading, rendering, counting and cutting shards")
-    start_s: float = column(
-        "engine start, until the first replica was ready; a slower one ends inside generate_s"
-    )
-    generate_s: float = column(
-        "first request offered to last committed completion, restarts in between included"
-    )
+    start_s: float = column("engine start, until the first replica was ready; a slower one ends inside generate_s")
+    generate_s: float = column("first request offered to last committed completion, restarts in between included")
     merge_s: float = column("putting the output together")
     wall_s: float = column("from a start's beginning to its end, or to its last trace where it was killed")
     lost_s: float = column(
@@ -113,9 +105,7 @@ class Percentiles:
 class Latency:
     """How long single rows took; beside throughput, which governs an offline run."""
 
-    queued_s: Percentiles = field(
-        metadata={"doc": "arrival in the engine to being scheduled", "prefix": True}
-    )
+    queued_s: Percentiles = field(metadata={"doc": "arrival in the engine to being scheduled", "prefix": True})
     ttft_s: Percentiles = field(metadata={"doc": "arrival in the engine to the first token", "prefix": True})
     tpot_s: Percentiles = field(
         metadata={"doc": "(e2e - ttft) / (output_tokens - 1); rows of one token have none", "prefix": True}
@@ -131,9 +121,7 @@ class KvUsage:
     waiting: before it the batch fills, after it the queue has run dry and the cache only empties.
     """
 
-    kv_usage_mean: float | None = column(
-        "mean share of KV cache in use (0..1) over the samples of kv_usage_covers"
-    )
+    kv_usage_mean: float | None = column("mean share of KV cache in use (0..1) over the samples of kv_usage_covers")
     kv_usage_peak: float | None = column("greatest share of KV cache in use, any sample")
     kv_usage_covers: str | None = column(
         "steady: samples from the first to the last with a request waiting; "
@@ -153,12 +141,8 @@ class EngineWork:
     engine_prompt_tokens: int = column("the engines' own count of prompt tokens")
     engine_cached_tokens: int = column("the engines' own count of cached prompt tokens")
     engine_output_tokens: int = column("the engines' own count of output tokens")
-    lost_prompt_tokens: int = column(
-        "engine_prompt_tokens less those of committed rows: lost by kills and restarts"
-    )
-    lost_output_tokens: int = column(
-        "engine_output_tokens less those of committed rows: lost by kills and restarts"
-    )
+    lost_prompt_tokens: int = column("engine_prompt_tokens less those of committed rows: lost by kills and restarts")
+    lost_output_tokens: int = column("engine_output_tokens less those of committed rows: lost by kills and restarts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +177,7 @@ class StartReport:
 
     scope: str = column("start or whole")
     start: int | None = column("number of the start, null in the whole")
-    outcome: str = column(
-        "finished, stopped, failed, killed (no end was recorded) or running; whole: the last start's"
-    )
+    outcome: str = column("finished, stopped, failed, killed (no end was recorded) or running; whole: the last start's")
     message: str | None = column("what the start said at its end")
     began_at: float | None = column("unix time of the (first) start's beginning")
     replicas: int = column("engine processes side by side; whole: the most of any start")
@@ -227,9 +209,7 @@ class ShardReport:
     prompt_tokens: int = column("prompt tokens, cached ones included")
     cached_tokens: int = column("prompt tokens that the prefix cache held")
     output_tokens: int = column("generated tokens")
-    service_s: float = column(
-        "sum of e2e_s over its done rows; rows run side by side, so this is no wall time"
-    )
+    service_s: float = column("sum of e2e_s over its done rows; rows run side by side, so this is no wall time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,7 @@ def sum_parts(parts: Sequence[Part]) -> pl.DataFrame:
     frames = []
     for (start, plan, replica), group in groupby(sorted(parts, key=_maker), key=_maker):
         made_by = [
-            pl.lit(n, pl.Int64).alias(name)
-            for n, name in ((start, "start"), (plan, "plan"), (replica, "replica"))
+            pl.lit(n, pl.Int64).alias(name) for n, name in ((start, "start"), (plan, "plan"), (replica, "replica"))
         ]
         scan = pl.scan_parquet([p.path for p in group])
         frames.append(scan.group_by(_KINDS).agg(_SUMS).with_columns(made_by))
@@ -103,9 +102,7 @@ def percentiles(values: pl.Series) -> Percentiles:
     ordered = values.sort()
     if not len(ordered):
         return Percentiles(count=0, p50=None, p90=None, p95=None, p99=None, max=None)
-    p50, p90, p95, p99, greatest = (
-        float(ordered.quantile(q, "linear") or 0.0) for q in (0.5, 0.9, 0.95, 0.99, 1.0)
-    )
+    p50, p90, p95, p99, greatest = (float(ordered.quantile(q, "linear") or 0.0) for q in (0.5, 0.9, 0.95, 0.99, 1.0))
     return Percentiles(count=len(ordered), p50=p50, p90=p90, p95=p95, p99=p99, max=greatest)
 
 
@@ -176,9 +173,7 @@ def _readable(parts: Sequence[Part]) -> Iterator[None]:
     except (OSError, pl.exceptions.PolarsError, pa.ArrowException) as e:
         missing = next((p.path for p in parts if not p.path.is_file()), None)
         if missing is not None:
-            raise OutputError(
-                f"{missing}: in the manifest but not there; restore it or choose a new output"
-            ) from e
+            raise OutputError(f"{missing}: in the manifest but not there; restore it or choose a new output") from e
         reason = str(e).splitlines()[0]
         raise OutputError(
             f"{parts[0].path.parent}: a part cannot be read ({reason}); restore it or choose a new output"

@@ -62,9 +62,7 @@ class _Page:
         table.add_row(*(self._text(cell) for cell in cells))
 
     def _summary(self) -> Table:
-        table = self._table(
-            f"Run {self._whole.outcome}: {_rows_headline(self._whole)}", "", "", "covers", right=[1]
-        )
+        table = self._table(f"Run {self._whole.outcome}: {_rows_headline(self._whole)}", "", "", "covers", right=[1])
         for label, value, covers in _summary_lines(self._report):
             self._add(table, label, value, covers)
         return table
@@ -86,9 +84,7 @@ class _Page:
         )
         share = t.cached_tokens / t.prompt_tokens if t.prompt_tokens else None
         cached = f"{figures.percent(share)} of prompt, by prefix cache"
-        self._add(
-            table, "cached", figures.count(t.cached_tokens), figures.rate(s.cached_tokens_per_s), cached
-        )
+        self._add(table, "cached", figures.count(t.cached_tokens), figures.rate(s.cached_tokens_per_s), cached)
         self._add(table, "output", figures.count(t.output_tokens), figures.rate(s.output_tokens_per_s), own)
         self._add(
             table,
@@ -158,9 +154,7 @@ class _Page:
         )
         table = self._table(title, "start", "replica", "time", "reason", right=[0, 1])
         for r in shown:
-            since = next(
-                (r.time - s.began_at for s in self._report.starts if s.start == r.start and s.began_at), None
-            )
+            since = next((r.time - s.began_at for s in self._report.starts if s.start == r.start and s.began_at), None)
             self._add(table, str(r.start), str(r.replica), f"+{figures.seconds(since)}", r.reason)
         return table
 

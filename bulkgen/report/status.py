@@ -102,16 +102,12 @@ def render_status(status: Status, console: "Console") -> None:
         lines.append(f"now       {line_of(status.progress)}")
     if status.start is not None:
         who = f", process {status.pid} on {status.host}" if status.state == "running" else ""
-        lines.append(
-            f"start     {status.start}{who}, {status.replicas} replica(s), {status.restarts} restart(s)"
-        )
+        lines.append(f"start     {status.start}{who}, {status.replicas} replica(s), {status.restarts} restart(s)")
     if status.message:
         lines.append(f"message   {status.message}")
     lines.append(f"next      {status.next}")
     for line in lines:
-        console.print(
-            figures.visible(line, console.encoding, limit=4000), markup=False, highlight=False, emoji=False
-        )
+        console.print(figures.visible(line, console.encoding, limit=4000), markup=False, highlight=False, emoji=False)
 
 
 def _read_progress(path: Path) -> Mapping[str, Any]:

@@ -36,9 +36,7 @@ def load_report(folder: Path, *, in_plan: InPlan | None = None) -> Report:
     return summarize(run, read_manifest(run.manifest), in_plan=in_plan, alive=run.is_held())
 
 
-def summarize(
-    run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None = None, alive: bool = False
-) -> Report:
+def summarize(run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None = None, alive: bool = False) -> Report:
     """All figures of a run, whose manifest holds `records`.
 
     `in_plan` tells which row keys (numpy array of S16) are in the current plan. It is asked only when the

@@ -106,8 +106,7 @@ def last_counters(timeline: pl.DataFrame) -> dict[tuple[int, int, int], dict[str
     """The last counters that each engine (start, replica, incarnation) was seen with."""
     table = timeline.group_by(_ENGINE).agg(pl.col(name).max() for name in COUNTERS)
     return {
-        (r["start"], r["replica"], r["incarnation"]): {c: r[c] for c in COUNTERS}
-        for r in table.iter_rows(named=True)
+        (r["start"], r["replica"], r["incarnation"]): {c: r[c] for c in COUNTERS} for r in table.iter_rows(named=True)
     }
 
 

@@ -162,7 +162,10 @@ def _in_order(first: int, end: int, finished: pa.Table, refused: pa.Table) -> pa
 
 
 def _output_rows(table: pa.RecordBatch, result: pa.Table, schema: pa.Schema) -> pa.Table:
-    columns = {**{name: result[name] for name in RESULT_COLUMNS if name != "row_key"}, "row_key": _hex(result["key"])}
+    columns = {
+        **{name: result[name] for name in RESULT_COLUMNS if name != "row_key"},
+        "row_key": _hex(result["key"]),
+    }
     added = [result["status"], result["text"], *(columns[name] for name in RESULT_COLUMNS)]
     return pa.Table.from_arrays([*table.columns, *added], schema=schema)
 

@@ -50,7 +50,9 @@ class Output:
     def write(self, table: pa.Table) -> None:
         """Append rows of the output's schema."""
         while table.num_rows:
-            room = table.num_rows if self._file_rows is None else self._file_rows - self._rows_in_file - self._group_rows
+            room = (
+                table.num_rows if self._file_rows is None else self._file_rows - self._rows_in_file - self._group_rows
+            )
             piece, table = table.slice(0, room), table.slice(room)
             self._group.append(piece)
             self._group_rows += piece.num_rows
@@ -110,8 +112,6 @@ class Output:
                 temporary.unlink(missing_ok=True)
 
 
-
-
 @contextmanager
 def opened(path: Path, schema: pa.Schema, file_rows: int) -> Iterator[Output]:
     """An output that appears if the block ends well and leaves nothing behind otherwise. Raises OutputError."""
@@ -124,5 +124,3 @@ def opened(path: Path, schema: pa.Schema, file_rows: int) -> Iterator[Output]:
             output.discard()
     except OSError as e:
         raise OutputError(f"{path}: cannot be written ({e.strerror or e}); free the place and run again") from e
-
-

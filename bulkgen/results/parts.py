@@ -1,4 +1,4 @@
-"""Part files: results in the order in which they finished, without the input's columns. A part is there whole or not."""
+"""Part files: results in the order in which they finished, without the input's columns. Whole or not there."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +76,8 @@ def done_row(key: bytes, shard: int, c: Completion) -> PartRow:
 
 def failed_row(key: bytes, shard: int, f: Failure) -> PartRow:
     """The record of a row that the engine could not generate."""
-    return PartRow(key, shard, FAILED, *[None] * 9, f.code, f.message)
+    nothing = (None, None, None, None, None, None, None, None, None)
+    return PartRow(key, shard, FAILED, *nothing, f.code, f.message)
 
 
 def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:
@@ -84,7 +85,8 @@ def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:
     with whole_file(folder / name) as path, pq.ParquetWriter(path, PART_SCHEMA, compression="zstd") as writer:
         for group in _groups(rows):
             columns = [
-                pa.array(values, field.type) for values, field in zip(zip(*group, strict=True), PART_SCHEMA, strict=True)
+                pa.array(values, field.type)
+                for values, field in zip(zip(*group, strict=True), PART_SCHEMA, strict=True)
             ]
             writer.write_table(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
 
@@ -112,5 +114,7 @@ def read_keys(path: Path) -> npt.NDArray[np.bytes_]:
 def as_keys(column: pa.ChunkedArray | pa.Array) -> npt.NDArray[np.bytes_]:
     """A column of keys as numpy's fixed-width byte strings, without a copy a row."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = [np.frombuffer(c.buffers()[1], f"S{ROW_KEY_BYTES}", len(c), c.offset * ROW_KEY_BYTES) for c in chunks if len(c)]
+    parts = [
+        np.frombuffer(c.buffers()[1], f"S{ROW_KEY_BYTES}", len(c), c.offset * ROW_KEY_BYTES) for c in chunks if len(c)
+    ]
     return np.concatenate(parts) if parts else np.empty(0, f"S{ROW_KEY_BYTES}")

@@ -6,6 +6,7 @@ single range; a second one reads range after range and sorts each in memory.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -58,10 +59,12 @@ class Spool:
         order = np.argsort(ordinals, kind="stable")
         order = order[np.searchsorted(ordinals[order], 0) :]  # rows of earlier data or settings have no ordinal
         sorted_ordinals = ordinals[order]
-        rows = pa.RecordBatch.from_arrays([pa.array(ordinals), *batch.columns], schema=SPOOL_SCHEMA).take(pa.array(order))
+        rows = pa.RecordBatch.from_arrays([pa.array(ordinals), *batch.columns], schema=SPOOL_SCHEMA).take(
+            pa.array(order)
+        )
         ranges = sorted_ordinals // self._range_rows
         borders = np.flatnonzero(np.diff(ranges, prepend=-1, append=-1))
-        for a, b in zip(borders[:-1], borders[1:], strict=True):
+        for a, b in pairwise(borders):
             yield int(ranges[a]), rows.slice(a, b - a)
 
     def ranges(self) -> Iterator[pa.Table]:
@@ -74,7 +77,9 @@ class Spool:
                 order = np.argsort(ordinals, kind="stable")
                 twice = np.flatnonzero(np.diff(ordinals[order]) == 0)
                 if len(twice):
-                    raise BulkgenError(f"row {ordinals[order][twice[0]]} of the input has two results; nothing was merged")
+                    raise BulkgenError(
+                        f"row {ordinals[order][twice[0]]} of the input has two results; nothing was merged"
+                    )
                 yield table.take(pa.array(order))
 
 

@@ -24,11 +24,15 @@ class _Noun(BaseModel):
 class InputSpec(_Noun):
     """The rows, and how one becomes a prompt: exactly one of messages, prompt and template."""
 
-    path: Text | Annotated[list[Text], Field(min_length=1)] = Field(description="file, folder, glob, or a list of these")
+    path: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+        description="file, folder, glob, or a list of these"
+    )
     id: Text | None = Field(None, description="column that names a row; without it, file and position do")
     messages: Text | None = Field(None, description="column of chat messages")
     prompt: Text | None = Field(None, description="column of text, sent as one user message")
-    template: Text | None = Field(None, description="Jinja2 template of the user message, the row's columns its variables")
+    template: Text | None = Field(
+        None, description="Jinja2 template of the user message, the row's columns its variables"
+    )
     system: Text | None = Field(None, description="Jinja2 template of a system message, with prompt or template")
     chat: bool = Field(True, description="false: send the text as it is, without the model's chat template")
     chat_template: Text | None = Field(None, description="file with a chat template, in place of the model's own")
@@ -78,7 +82,7 @@ class OutputSpec(_Noun):
 
 
 class StubSpec(_Noun):
-    """What the stub engine does, good and bad; `die_at` and `hang_at` are counts of finished rows, one an incarnation."""
+    """What the stub engine does, good and bad; `die_at` and `hang_at` hold a count of finished rows an incarnation."""
 
     seed: int = 0
     start_s: Annotated[float, Field(ge=0)] = Field(0.0, description="seconds that loading takes")
@@ -97,7 +101,9 @@ class EngineSpec(_Noun):
 
     config: Text | None = Field(None, description="file with settings of this section; the job's own win")
     kind: Literal["vllm", "stub"] = "vllm"
-    replicas: Count = Field(1, description="engine processes: one a GPU or tensor-parallel group; on CPU, cores are divided")
+    replicas: Count = Field(
+        1, description="engine processes: one a GPU or tensor-parallel group; on CPU, cores are divided"
+    )
     max_restarts: Annotated[int, Field(ge=0)] = Field(3, description="times a replica that died is started again")
     max_model_len: Count | None = Field(None, description="prompt and output tokens together; unset: the model's own")
     max_num_seqs: Count | None = None
@@ -221,7 +227,6 @@ class JobSpec(_Noun):
             "prompt": prompt | {"chat_template": self.chat_template_text()},
             "sampling": self.sampling.model_dump(mode="json"),
         }
-
 
 
 def spec_json_schema() -> dict[str, Any]:

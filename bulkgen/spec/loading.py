@@ -77,7 +77,10 @@ def _note_places(node: yaml.Node | None, key: Key, file: str, places: Places, me
         seen: set[str] = set()
         for name, value in node.value:
             here = f"{file}:{name.start_mark.line + 1}"
-            if not isinstance(name, yaml.ScalarNode) or name.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:int"):
+            if not isinstance(name, yaml.ScalarNode) or name.tag not in (
+                "tag:yaml.org,2002:str",
+                "tag:yaml.org,2002:int",
+            ):
                 raise SpecError(f"{here}: a key must be plain text")
             if name.value in seen:
                 raise SpecError(f"{here}: key {_dotted((*key, name.value))!r} stands twice; remove one")
@@ -120,7 +123,9 @@ def _merge_config(path: Path, data: dict[str, Any], places: Places) -> None:
         return
     file = path.absolute().parent / engine["config"]
     if not file.is_file():
-        raise SpecError(f"{_place(places, ('engine', 'config'), str(path))}: engine.config: no file {file}; check the path")
+        raise SpecError(
+            f"{_place(places, ('engine', 'config'), str(path))}: engine.config: no file {file}; check the path"
+        )
     settings, where = _read(file)
     if "config" in settings:
         raise SpecError(f"{where[('config',)]}: a config file cannot name another one; put all settings in it")
