@@ -21,6 +21,7 @@ Rows = list[dict[str, Any] | BadRow]
 ROWS_PER_BATCH, BYTES_PER_BATCH = 1024, 8 << 20
 ROWS_PER_TABLE, BYTES_PER_TABLE = 8192, 32 << 20
 BUFFER_BYTES = 1 << 20
+SAMPLE_ROWS = 64
 
 # What pyarrow raises for values that Python's own types cannot hold: dates beyond the year 9999, nanoseconds,
 # bytes that are no UTF-8 in text, time zones that this machine does not know.
@@ -47,7 +48,7 @@ class ParquetRows:
         for batch in _batches(file, self._wanted):
             most = _bounded(batch, ROWS_PER_BATCH, BYTES_PER_BATCH)
             for start in range(0, batch.num_rows, most):
-                rows = self._rows(file, batch.slice(start, most))
+                rows = self._rows(batch.slice(start, most))
                 yield range(first, first + len(rows)), rows
                 first += len(rows)
 
@@ -57,22 +58,20 @@ class ParquetRows:
     def schema(self) -> pa.Schema:
         return self._schema
 
-    def _rows(self, file: InputFile, batch: pa.RecordBatch) -> Rows:
+    def _rows(self, batch: pa.RecordBatch) -> Rows:
         names = self._wanted
         missing = [None] * batch.num_rows
         present = set(batch.schema.names)
         try:
             columns = [_values(batch[name]) if name in present else missing for name in names]
         except _NO_PYTHON_VALUE:
-            with _translated(file):
-                return [self._careful_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
+            return [self._careful_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
         if not names:
             return [{} for _ in missing]
         return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def _careful_row(self, batch: pa.RecordBatch) -> dict[str, Any] | BadRow:
-        """One row by itself, so that it does not depend on its neighbours; a value that Python lacks is
-        text."""
+        """One row by itself, without regard to its neighbours; a value that Python lacks is text."""
         row: dict[str, Any] = dict.fromkeys(self._wanted)
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
@@ -81,7 +80,11 @@ class ParquetRows:
                 problem = f"column {name!r} is not valid UTF-8: {error.reason} at byte {error.start + 1}"
                 return BadRow("bad_utf8", problem, bytes(error.object))
             except _NO_PYTHON_VALUE:
-                row[name] = column.cast(pa.string())[0].as_py()
+                try:
+                    row[name] = column.cast(pa.string())[0].as_py()
+                except pa.ArrowException as error:
+                    problem = f"column {name!r} holds a {column.type} that cannot be read: {error}"
+                    return BadRow("bad_value", problem)
         return row
 
 
@@ -126,7 +129,8 @@ def _batches(file: InputFile, wanted: Collection[str]) -> Iterator[pa.RecordBatc
                 yield pa.RecordBatch.from_arrays([pa.nulls(rows)], [""]).select([])
             return
         # pyarrow takes names as dotted paths and may add columns of like names, which select() drops again
-        batches = parquet.iter_batches(_rows_at_once(parquet.metadata), columns=names)
+        with _translated(file):
+            batches = parquet.iter_batches(_rows_at_once(parquet, names), columns=names)
         while True:
             with _translated(file):
                 batch = next(batches, None)
@@ -135,9 +139,15 @@ def _batches(file: InputFile, wanted: Collection[str]) -> Iterator[pa.RecordBatc
             yield batch.select(names)
 
 
-def _rows_at_once(metadata: pq.FileMetaData) -> int:
-    size: int = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+def _rows_at_once(parquet: pq.ParquetFile, names: Sequence[str]) -> int:
+    """How many rows to decode at once: from the footer, and from a look at the first ones, since the footer
+    counts a value that is repeated in all rows only once."""
+    metadata = parquet.metadata
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     within: int = metadata.num_rows * BYTES_PER_TABLE // max(1, size)
+    if metadata.num_rows > SAMPLE_ROWS:
+        sample = next(parquet.iter_batches(SAMPLE_ROWS, columns=names))
+        within = min(within, _bounded(sample, ROWS_PER_TABLE, BYTES_PER_TABLE))
     return max(1, min(ROWS_PER_TABLE, within))
 
 
@@ -175,7 +185,12 @@ def _opened(file: InputFile) -> Iterator[pq.ParquetFile]:
         source = pa.OSFile(os.fsencode(file.path))
     with source:
         with _translated(file):
-            parquet = pq.ParquetFile(source, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+            parquet = pq.ParquetFile(
+                source,
+                buffer_size=BUFFER_BYTES,
+                pre_buffer=False,  # would hold whole row groups in memory
+                page_checksum_verification=True,
+            )
         yield parquet
 
 

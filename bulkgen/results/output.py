@@ -78,12 +78,12 @@ class Output:
         temporary = folder / f".tmp-{name}"
         self._temporaries.append(temporary)
         self._writer = pq.ParquetWriter(temporary, self._schema, compression="zstd")
-        self._rows_in_file = 0
 
     def _close_file(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+            self._rows_in_file = 0
             with self._temporaries[-1].open("rb+") as f:
                 os.fsync(f.fileno())
 

@@ -1,0 +1,96 @@
+"""Jobs as a user writes them, run as a user runs them: in a process, from the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job in a folder of its own."""
+
+    folder: Path
+    spec: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "job.yaml"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / str(self.spec["output"]["path"])
+
+    @property
+    def run_folder(self) -> Path:
+        if self.output.suffix == ".parquet":
+            return self.output.with_name(self.output.name + ".bulkgen")
+        return self.output / "_bulkgen"
+
+    def run(self, *options: str) -> Ended:
+        return bulkgen("run", str(self.path), *options)
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """The run as a background process in a session of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "bulkgen", "run", str(self.path), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        files = [self.output] if self.output.is_file() else sorted(self.output.glob("*.parquet"))
+        return [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
+
+    def manifest(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.run_folder / "manifest.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["record"] == kind]
+
+    def failures(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = pq.read_table(self.run_folder / "failures.parquet").to_pylist()
+        return rows
+
+    def committed_keys(self) -> list[bytes]:
+        """Row keys over all parts in the manifest."""
+        parts = [self.run_folder / "parts" / part["name"] for part in self.manifest("part")]
+        return [key for part in parts for key in pq.read_table(part, columns=["key"])["key"].to_pylist()]
+
+    def write(self, rows: Sequence[Any], name: str = "in.jsonl") -> None:
+        """Write the input: a str is a line as it stands."""
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (self.folder / name).write_text("".join(line + "\n" for line in lines))
+
+
+def bulkgen(*args: str, env: Mapping[str, str] | None = None) -> Ended:
+    """The command line, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bulkgen", *args],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def prompts(number: int) -> list[dict[str, Any]]:
+    """Rows whose prompts differ in text and length."""
+    return [{"id": f"r{i:04d}", "prompt": f"row {i} " + "word " * (i * 7 % 400), "extra": i} for i in range(number)]
