@@ -315,10 +315,10 @@ def test_batches_are_bounded_in_rows_and_bytes(tmp_path: Path, monkeypatch: pyte
 def test_a_large_value_in_all_rows_does_not_make_large_batches(tmp_path: Path) -> None:
     dataset = write(tmp_path, pa.table({"document": ["x" * 100_000] * 1000}))
     assert (tmp_path / "part-0.parquet").stat().st_size < 50_000  # stored once
+    assert max(len(batch.rows) for batch in dataset.rows(None)) * 100_000 <= parquet.BYTES_PER_BATCH
     batches = list(dataset.tables(dataset.schema()))
     assert max(batch.table.nbytes for batch in batches) <= parquet.BYTES_PER_TABLE
     assert sum(batch.table.num_rows for batch in batches) == 1000
-    assert max(len(batch.rows) for batch in dataset.rows(None)) * 100_000 <= parquet.BYTES_PER_BATCH
 
 
 def test_many_files_do_not_stay_open(tmp_path: Path) -> None:
