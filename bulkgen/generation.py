@@ -28,6 +28,8 @@ _RECORD_EVERY_S = 1.0
 # A stop must end well within the 30 s that schedulers usually grant.
 _STOP_GRACE_S = 8.0
 _CLOSE_GRACE_S = 30.0
+# An engine that has said its last word may still free its device in an orderly way.
+_EXIT_GRACE_S = 2.0
 _SUMS = ("done", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "budget_tokens")
 _COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
 
@@ -113,6 +115,7 @@ class Generation:
             while self._rows_left and not self._stopped():
                 self._step()
             self._end("close" if not self._rows_left else "stop")
+            self._launcher.close(_EXIT_GRACE_S)
             return not self._rows_left
         finally:
             self._launcher.close(0.0)

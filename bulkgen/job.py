@@ -73,6 +73,8 @@ def run_job(spec: JobSpec, progress: Progress) -> Outcome:
         progress.say(text)
 
     with run.held(), StopFlag(say) as stop:
+        if dataset.left_out:
+            say(f"not read, since their names begin with _ or a dot: {', '.join(dataset.left_out)}")
         start = _Start(spec, run, dataset, model, progress, log, say, stop)
         if (finished := start.finished()) is not None:
             return finished

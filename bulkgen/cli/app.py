@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bulkgen import __version__
-from bulkgen.errors import EXIT_BUG, BulkgenError, Stopped
+from bulkgen.errors import EXIT_BUG, EXIT_ROWS_FAILED, BulkgenError, Stopped
 
 app = typer.Typer(
     name="bulkgen",
@@ -58,6 +58,7 @@ def run(
     """Run a job, or go on with it; a finished job returns at once, new rows alone are generated."""
     from bulkgen.job import run_job
     from bulkgen.report import Progress, render_report
+    from bulkgen.rundir import RunDir
     from bulkgen.spec import load_spec
 
     spec = load_spec(job, overrides or [])
@@ -71,6 +72,8 @@ def run(
             print(outcome.note)
         render_report(outcome.report, _console())
         print(f"output: {spec.output_path}")
+        if outcome.exit_code == EXIT_ROWS_FAILED:
+            print(f"failed rows, with reasons: {RunDir.of_output(spec.output_path).failures}")
     raise typer.Exit(outcome.exit_code)
 
 

@@ -141,4 +141,3 @@ class LocalLauncher:
         for replica in list(self._processes):
             self._processes[replica].process.kill()
             self._bury(replica)
-        self._selector.close()

@@ -3,55 +3,78 @@
 The ranges are those of `vllm.SamplingParams`; they stand here so that a wrong value is found before an engine loads.
 """
 
-from functools import cache
-from typing import Annotated, Any
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from bulkgen.errors import RowError
+from bulkgen.spec.faults import shown, wanted_value
+from bulkgen.spec.section import Misfit, Section
 
 
-class Column(BaseModel):
+class Column(Section):
     """A value that each row brings along, in the named column. A null there means the parameter's default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", title="Column")
 
     column: Annotated[str, Field(min_length=1)]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_its_form(cls, value: Any) -> Any:
+        if not isinstance(value, dict | Column):
+            raise PydanticCustomError("column_type", "{form}", {"form": "{column: NAME}"})
+        return value
 
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+# Tokens are counted in 32 bits, here and in vLLM; its seeds have 64.
+_MOST_TOKENS = 2**31 - 1
+
+Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, description="-1 or 0: all tokens")]
+TopK = Annotated[int, Field(ge=-1, le=_MOST_TOKENS)]
 MinP = Annotated[float, Field(ge=0, le=1)]
-MaxTokens = Annotated[int, Field(ge=1)]
-MinTokens = Annotated[int, Field(ge=0)]
+MaxTokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+MinTokens = Annotated[int, Field(ge=0, le=_MOST_TOKENS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0)]
 
 
-class SamplingSpec(BaseModel):
+class SamplingSpec(Section):
     """How to sample. What is not set is left to vLLM, except `max_tokens`, whose default there (16) cuts answers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, title="Sampling")
-
-    temperature: Temperature | Column = Field(1.0, description="0 is greedy")
+    temperature: Temperature | Column = Field(default=1.0, description="0 is greedy")
     top_p: TopP | Column | None = None
-    top_k: TopK | Column | None = None
+    top_k: TopK | Column | None = Field(default=None, description="-1 or 0: all tokens")
     min_p: MinP | Column | None = None
-    max_tokens: MaxTokens | Column = Field(512, description="output tokens at most; capped to the room in the context")
+    max_tokens: MaxTokens | Column = Field(
+        default=512, description="output tokens at most; capped to the room that the prompt leaves in the context"
+    )
     min_tokens: MinTokens | Column | None = None
     seed: Seed | Column | None = None
-    stop: Stop | Column | None = None
+    stop: StopText | list[StopText] | Column | None = Field(
+        default=None, description="text or texts that end the output"
+    )
     presence_penalty: Penalty | Column | None = None
     frequency_penalty: Penalty | Column | None = None
     repetition_penalty: RepetitionPenalty | Column | None = None
 
+    @model_validator(mode="after")
+    def _min_below_max(self) -> "SamplingSpec":
+        least, most = self.min_tokens, self.max_tokens
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            raise Misfit(
+                f"{least} is more than max_tokens, which is {most}; lower it or raise max_tokens", "min_tokens"
+            )
+        return self
+
     def constants(self) -> dict[str, Any]:
         """The parameters that are the same for every row, and the defaults of those that may be null in a row."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        values = {n: defaults[n] if isinstance(v, Column) else v for n, v in self}
+        values = {name: defaults[name] if isinstance(value, Column) else value for name, value in self}
         return {name: value for name, value in values.items() if value is not None}
 
     def columns(self) -> dict[str, str]:
@@ -59,35 +82,23 @@ class SamplingSpec(BaseModel):
         return {name: value.column for name, value in self if isinstance(value, Column)}
 
 
-_ROW_VALUES: dict[str, Any] = {
-    "temperature": Temperature,
-    "top_p": TopP,
-    "top_k": TopK,
-    "min_p": MinP,
-    "max_tokens": MaxTokens,
-    "min_tokens": MinTokens,
-    "seed": Seed,
-    "stop": Stop,
-    "presence_penalty": Penalty,
-    "frequency_penalty": Penalty,
-    "repetition_penalty": RepetitionPenalty,
-}
-
-
-@cache
-def _adapter(param: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_ROW_VALUES[param], config=ConfigDict(strict=True))
-
-
 def check_sampling_value(param: str, value: Any) -> Any:
     """A row's value of a sampling parameter, if it is one. Raises RowError (`bad_sampling`) that says why not.
 
-    Whole numbers that arrive as floats (a Parquet column with nulls, read by pandas) count as integers.
+    Whole numbers that arrive as floats (a Parquet column with nulls, written by pandas) count as integers.
     """
-    if isinstance(value, float) and value.is_integer() and param in ("top_k", "max_tokens", "min_tokens", "seed"):
-        value = int(value)
+    adapter = _row_values(param)
     try:
-        return _adapter(param).validate_python(value)
+        return adapter.validate_python(value)
     except ValidationError as e:
-        reason = e.errors()[0]["msg"]
-        raise RowError("bad_sampling", f"sampling.{param}: {str(value)[:80]!r} from its column: {reason}") from None
+        if isinstance(value, float) and value.is_integer():
+            return check_sampling_value(param, int(value))
+        message = f"sampling.{param} must be {wanted_value(e)}; the row's column has {shown(value)}"
+        raise RowError("bad_sampling", message) from None
+
+
+@cache
+def _row_values(param: str) -> TypeAdapter[Any]:
+    """What SamplingSpec takes for a parameter, less the forms that only a spec can have."""
+    kinds = [k for k in get_args(SamplingSpec.model_fields[param].annotation) if k not in (Column, type(None))]
+    return TypeAdapter(reduce(or_, kinds), config=ConfigDict(strict=True, allow_inf_nan=False))
