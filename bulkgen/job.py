@@ -118,8 +118,9 @@ class _Start:
 
     def finished(self) -> Outcome | None:
         """The outcome of the last merge, if its input and everything that shapes its output are still the same."""
-        merges = self.manifest.of("merged")
-        if not merges or not self.spec.output_path.exists():
+        merges = [r for r in self.manifest.records if r["record"] in ("merging", "merged")]
+        # A merge that has begun and not ended may have replaced the output already.
+        if not merges or merges[-1]["record"] == "merging" or not self.spec.output_path.exists():
             return None
         last = merges[-1]
         if (last["content_key"], last["column"]) != (self.content_key, self.spec.output.column):
@@ -154,6 +155,7 @@ class _Start:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "version": __version__,
+                "spec": self.spec.spec_hash,
                 "identity": _digest(self.spec.identity_settings(), self.model.fingerprint),
                 "replicas": self.spec.engine.replicas,
                 "usd_per_hour": self.spec.price.usd_per_hour,
@@ -293,6 +295,8 @@ class _Start:
         state = ProgressState(rows=plan.rows, refused=plan.refused)
         self._show("merging", state)
         schema = pa.ipc.read_schema(pa.py_buffer((self.run.plan / SCHEMA_FILE).read_bytes()))
+
+        self.manifest.append({"record": "merging", "start": self.number, "time": time.time()})
 
         def merged(rows: int) -> None:
             self.stop.check()

@@ -4,6 +4,7 @@ can be made without one. A job that cannot work should end here, in seconds.
 
 import difflib
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from bulkgen.dataset import DataSet, open_dataset
@@ -13,7 +14,7 @@ from bulkgen.engine.devices import divide
 from bulkgen.errors import InputError, OutputError, SpecError
 from bulkgen.generation import ReplicaSetup
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
-from bulkgen.prompt import Model, PromptSource, Renderer, open_model, open_renderer
+from bulkgen.prompt import Model, PromptSource, Renderer, open_model
 from bulkgen.records import RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir
@@ -30,8 +31,10 @@ def open_data(spec: JobSpec) -> DataSet:
 
 def open_job_model(spec: JobSpec, say: Callable[[str], None]) -> Model:
     """The model's tokenizer and facts, not its weights; the demo model is prepared if it was not yet."""
-    demo = prepare_demo_model(say) if spec.model == "demo" else None
-    return open_model(spec.model, spec.revision, demo)
+    if spec.model == "demo":
+        return open_model(spec.model, None, prepare_demo_model(say))
+    folder = spec.base / Path(spec.model).expanduser()
+    return open_model(spec.model, spec.revision, folder if folder.is_dir() else None)
 
 
 def context_length(spec: JobSpec, model: Model) -> int:
@@ -70,7 +73,7 @@ def open_job_renderer(spec: JobSpec, model: Model) -> Renderer:
         chat=spec.input.chat,
         chat_template=spec.chat_template_text(),
     )
-    return open_renderer(
+    return Renderer(
         model,
         prompts,
         constants=spec.sampling.constants(),
@@ -111,7 +114,7 @@ def plan_rows(
         refused.close()
         schema = dataset.schema()
         if rows:
-            check_columns(spec, renderer.required, schema.names)
+            check_columns(spec, renderer.required, dataset.columns_seen())
         (writer.folder / SCHEMA_FILE).write_bytes(schema.serialize().to_pybytes())
         return writer.finish(facts, spec.shards.rows(), spec.engine.replicas)
     except BaseException:

@@ -217,6 +217,25 @@ def test_equal_rows_with_equal_ids_are_each_done_once(make_job: MakeJob) -> None
     assert len(keys) == 5
 
 
+def test_equal_rows_that_are_refused_keep_keys_of_their_own(make_job: MakeJob) -> None:
+    job = make_job([{"id": "x", "prompt": ""}] * 3 + [{"id": "x", "prompt": "fine"}])
+    assert job.run().code == 3
+    assert len({row["row_key"] for row in job.rows()}) == 4
+    assert [f["row_key"] for f in job.failures()] == [row["row_key"] for row in job.rows()[:3]]
+
+
+def test_a_merge_that_was_cut_off_is_done_again(make_job: MakeJob) -> None:
+    job = make_job(prompts(20))
+    job.run()
+    manifest = job.run_folder / "manifest.jsonl"
+    lines = manifest.read_text().splitlines(keepends=True)
+    manifest.write_text("".join(line for line in lines if '"record":"merged"' not in line and '"end"' not in line))
+    job.output.write_bytes(b"half of another merge")
+    assert job.run().code == 0
+    assert_whole(job, [row["id"] for row in prompts(20)])
+    assert len(job.manifest("part")) == 1
+
+
 # ---- deaths and stops ----
 
 

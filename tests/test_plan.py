@@ -81,16 +81,16 @@ def test_the_last_bucket_holds_the_longest_prompt_that_is_possible() -> None:
 def test_rows_equal_in_everything_get_keys_of_their_own_and_the_same_ones_each_time(tmp_path: Path) -> None:
     same = b"\x07" * 15 + b"\0"
     rows: list[Prompt | RefusedRow] = [prompt(i, 5, same if i in (2, 5, 6) else None) for i in range(8)]
-    keys = write(tmp_path / "a", rows).keys(0, 8)
+    keys = write(tmp_path / "a", rows).keys_of(np.arange(8))
     assert len(set(keys)) == 8
     assert keys[2] == same
     longer = [*rows, prompt(8, 5, same)]
-    assert write(tmp_path / "b", longer).keys(0, 8) == keys
+    assert write(tmp_path / "b", longer).keys_of(np.arange(8)) == keys
 
 
 def test_lookup_finds_each_key_and_no_other(tmp_path: Path) -> None:
     plan = write(tmp_path, [prompt(i, 3, RNG.bytes(15) + bytes([i % 3])) for i in range(1000)])
-    wanted = np.array([*plan.keys(0, 1000)[::-1], b"\x01" * 16], "S16")
+    wanted = np.array([*plan.keys_of(np.arange(1000))[::-1], b"\x01" * 16], "S16")
     assert plan.lookup(wanted).tolist() == [*range(999, -1, -1), -1]
 
 
@@ -118,6 +118,8 @@ def test_a_plan_without_rows_is_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_never_finished_leaves_no_plan(tmp_path: Path) -> None:
-    PlanWriter(tmp_path / "plan", [10]).add([prompt(0, 3)])
-    assert not (tmp_path / "plan").exists()
+    writer = PlanWriter(tmp_path / "plan", [10])
+    writer.add([prompt(0, 3)])
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
     assert write(tmp_path, [prompt(0, 3)]).rows == 1

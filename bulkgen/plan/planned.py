@@ -55,9 +55,9 @@ class Plan:
         """Ordinals of row keys, -1 for a key that is not in this plan. `keys`: fixed-width byte strings."""
         return find(self._keys, self._order, keys)
 
-    def keys(self, first: int, rows: int) -> list[bytes]:
-        """The keys of consecutive rows."""
-        return [whole(key) for key in self._keys[first : first + rows].tolist()]
+    def keys_of(self, ordinals: Ordinals) -> list[bytes]:
+        """The keys of rows."""
+        return [whole(key) for key in self._keys[ordinals].tolist()]
 
     def forget_commits(self) -> None:
         """Everything that is not refused is pending again; the manifest says what is committed."""

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -158,6 +159,9 @@ class PlanWriter:
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""
+        for file in (self._keys, *self._buckets.values()):
+            with suppress(OSError, pa.ArrowException):
+                file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _cut(self, target_rows: int) -> list[Shard]:

@@ -4,6 +4,6 @@ transformers and jinja2 are imported here and nowhere else; neither torch nor vL
 """
 
 from bulkgen.prompt.model import Model, open_model
-from bulkgen.prompt.renderer import PromptSource, Renderer, open_renderer
+from bulkgen.prompt.renderer import PromptSource, Renderer
 
-__all__ = ["Model", "PromptSource", "Renderer", "open_model", "open_renderer"]
+__all__ = ["Model", "PromptSource", "Renderer", "open_model"]

@@ -29,12 +29,11 @@ class Model:
     tokenizer: Callable[[], Tokenizer]
 
 
-def open_model(name: str, revision: str | None, demo_folder: Path | None) -> Model:
-    """Find a model: `stub`, `demo` (in `demo_folder`), a folder, or a hub id. Raises SpecError when there is none."""
+def open_model(name: str, revision: str | None, folder: Path | None) -> Model:
+    """Open `stub`, the model in `folder`, or, without a folder, a hub id. Raises SpecError when there is none."""
     if name == "stub":
         return Model("stub", "stub-1", _STUB_CONTEXT, StubTokenizer)
-    folder = demo_folder if demo_folder is not None else Path(name).expanduser()
-    if folder.is_dir():
+    if folder is not None:
         path = str(folder.absolute())
         config = _config(name, folder / "config.json")
         return Model(path, _fingerprint(folder), _context_length(config), lambda: HubTokenizer(path, None))

@@ -28,30 +28,19 @@ class PromptSource:
     chat_template: str | None = None
 
 
-def open_renderer(
-    model: Model,
-    source: PromptSource,
-    *,
-    constants: Mapping[str, Any],
-    columns: Mapping[str, str],
-    check: Callable[[str, Any], Any],
-    max_model_len: int,
-) -> "Renderer":
-    """Load the tokenizer and compile the templates.
-
-    `constants` are the job's sampling parameters, `columns` names the column of each that rows bring along, `check`
-    validates such a value or raises RowError. Raises SpecError for what cannot work for any row.
-    """
-    return Renderer(model, source, constants, columns, check, max_model_len)
-
-
 class Renderer:
-    """Renders rows of one job. `columns` are those it reads (None: all), `required` must exist in some row."""
+    """Renders rows of one job. `columns` are those it reads (None: all), `required` must exist in some row.
+
+    Loads the tokenizer and compiles the templates. `constants` are the job's sampling parameters, `columns` names the
+    column of each that rows bring along, `check` validates such a value or raises RowError. Raises SpecError for what
+    cannot work for any row.
+    """
 
     def __init__(
         self,
         model: Model,
         source: PromptSource,
+        *,
         constants: Mapping[str, Any],
         columns: Mapping[str, str],
         check: Callable[[str, Any], Any],

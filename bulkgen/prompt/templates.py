@@ -10,6 +10,8 @@ from bulkgen.errors import RowError, SpecError
 
 # The whole row as a mapping, for columns whose names are no Jinja names: {{ row['label-coarse'] }}.
 ROW = "row"
+# Jinja keeps the name `self` for the template itself; here it is a column like any other.
+_SELF, _OWN_SELF = "self", "column_self"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -40,16 +42,24 @@ class Template:
         env = _environment()
         try:
             tree = env.parse(source)
-            self._template = env.from_string(source)
         except TemplateSyntaxError as e:
             raise SpecError(f"{key}: line {e.lineno} is not valid Jinja2: {e.message}") from e
         self.columns = frozenset(meta.find_undeclared_variables(tree))
         self.reads_row = ROW in self.columns
         self.required = self.columns - {ROW} - _guarded(tree)
+        for name in tree.find_all(nodes.Name):
+            if name.name == _SELF:
+                name.name = _OWN_SELF
+        try:
+            self._template = env.from_string(tree)
+        except TemplateSyntaxError as e:
+            raise SpecError(f"{key}: line {e.lineno} is not valid Jinja2: {e.message}") from e
 
     def render(self, row: Mapping[str, Any]) -> str:
         """The text of one row. A null counts as missing. Raises RowError."""
         variables = {name: value for name, value in row.items() if value is not None}
+        if _SELF in variables:
+            variables[_OWN_SELF] = variables[_SELF]
         try:
             return self._template.render({ROW: row, **variables})
         except UndefinedError as e:

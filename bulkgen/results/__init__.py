@@ -2,7 +2,7 @@
 
 from bulkgen.results.merge import MergeResult, merge
 from bulkgen.results.parts import PART_SCHEMA, PartRow, done_row, failed_row, read_keys, write_part
-from bulkgen.results.refused import RefusedWriter
+from bulkgen.results.refused import RefusedWriter, read_refused
 
 __all__ = [
     "PART_SCHEMA",
@@ -13,5 +13,6 @@ __all__ = [
     "failed_row",
     "merge",
     "read_keys",
+    "read_refused",
     "write_part",
 ]

@@ -1,50 +1,31 @@
 """The merge: input rows and results side by side, in input order, with bounded memory.
 
-Both are streams in ordinal order: the input as its tables are read again, the results range by range from the spool,
-refused rows from the plan. Memory holds one range of results, one batch of the input and one row group of the output:
-some 300 MB at most, whatever the number of rows and the length of texts (a single longer row excepted).
+All are streams in ordinal order: the input as its tables are read again, results as the spool sorts them, refused
+rows as the plan left them. Memory holds one range of results, one table of the input and one row group of the output:
+some 250 MB at most, whatever the number of rows and the length of texts. Only a single row that is larger than a
+range (16 MB) takes more, about eight times its size.
 """
 
-import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from bulkgen.errors import BulkgenError, OutputError
+from bulkgen.errors import BulkgenError
 from bulkgen.records import FAILED, RESULT_COLUMNS, ROW_KEY_BYTES
-from bulkgen.results.output import opened, output_schema
-from bulkgen.results.refused import REFUSED_SCHEMA
-from bulkgen.results.spool import SPOOL_SCHEMA, Keys, Spool
+from bulkgen.results.columns import hex_keys
+from bulkgen.results.disk import ParquetSink
+from bulkgen.results.failures import FAILURES_SCHEMA, InputTable, failure_records
+from bulkgen.results.output import open_output, output_schema
+from bulkgen.results.refused import REFUSED_SCHEMA, read_refused
+from bulkgen.results.spool import RESULT_SCHEMA, Keys, results_in_order
 from bulkgen.rundir import whole_file
-
-FAILURES_SCHEMA = pa.schema(
-    [
-        ("file", pa.string()),
-        ("position", pa.int64()),
-        ("ordinal", pa.int64()),
-        ("error_code", pa.string()),
-        ("error", pa.string()),
-        ("row", pa.string()),
-        ("raw", pa.binary()),
-        ("row_key", pa.string()),
-    ]
-)
-
-
-class InputTable(Protocol):
-    """Consecutive input rows, as dataset/ yields them."""
-
-    first: int
-    file: str
-    positions: Sequence[int]
-    table: pa.RecordBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +41,7 @@ def merge(
     *,
     parts: Sequence[Path],
     keys: Keys,
-    tables: Iterable[Any],
+    tables: Iterable[InputTable],
     refused: Path,
     input_schema: pa.Schema,
     output: Path,
@@ -72,65 +53,108 @@ def merge(
 ) -> MergeResult:
     """Write the output and failures.parquet, each whole or not at all.
 
-    `tables` gives the input rows in ordinal order, `keys` their ordinals; `scratch` is a folder for the spool;
-    `progress` is told the rows merged so far. Raises BulkgenError if a row has no result or two, OutputError when
-    the disk does not take it.
+    `tables` gives the input rows in ordinal order, `keys` their ordinals; temporary data lies in the folder
+    `scratch`. `progress` is told the rows merged so far, 0 while parts are read, and may raise to stop. Raises
+    BulkgenError if a row has no result or two, OutputError when the disk does not take it.
     """
-    spool_path = scratch / ".tmp-spool.arrow"
-    failed = rows = 0
     schema = output_schema(input_schema, text_column)
-    try:
-        with (
-            opened(output, schema, file_rows) as target,
-            whole_file(failures) as failures_path,
-            pq.ParquetWriter(failures_path, FAILURES_SCHEMA, compression="zstd") as failures_writer,
-        ):
-            results = _Aligned(Spool(spool_path, parts, keys).ranges(), SPOOL_SCHEMA)
-            refusals = _Aligned(_read_refused(refused), REFUSED_SCHEMA)
-            for batch in tables:
-                end = batch.first + batch.table.num_rows
-                finished, refused_rows = results.take(batch.first, end), refusals.take(batch.first, end)
-                result = _in_order(batch.first, end, finished, _as_results(refused_rows))
-                target.write(_output_rows(batch.table, result, schema))
+    with (
+        open_output(output, schema, file_rows) as target,
+        whole_file(failures) as failures_path,
+        ParquetSink(failures_path, failures, FAILURES_SCHEMA) as failed_rows,
+        closing(results_in_order(parts, keys, scratch, lambda: progress(0))) as results,
+    ):
+        rows = failed = 0
+        stretches = _Stretches(results, _with_plan_keys(read_refused(refused), keys))
+        for batch in tables:
+            for first, end, finished, refusals in stretches.of(batch):
+                result = _one_each(batch, first, end, finished, refusals)
+                target.write(_output_rows(batch.table.slice(first - batch.first, end - first), result, schema))
                 bad = finished.filter(pc.equal(finished["status"], FAILED))
-                if bad.num_rows or refused_rows.num_rows:
-                    failures_writer.write_table(_failures(batch, bad, refused_rows))
-                rows += result.num_rows
-                failed += bad.num_rows + refused_rows.num_rows
-                progress(rows)
-            if rows != keys.rows:
-                raise BulkgenError(f"the input gave {rows} rows to the merge and {keys.rows} to the plan")
-    finally:
-        spool_path.unlink(missing_ok=True)
+                if bad.num_rows or refusals.num_rows:
+                    failed_rows.write(failure_records(batch, bad, refusals))
+                failed += bad.num_rows + refusals.num_rows
+            rows += batch.table.num_rows
+            progress(rows)
+        if rows != keys.rows:
+            raise BulkgenError(f"the input gave {rows} rows to the merge and {keys.rows} to the plan; run again")
     return MergeResult(rows, rows - failed, failed)
 
 
-class _Aligned:
-    """A stream of tables in ordinal order (their first column), of which stretches are asked for in the same order."""
+class _Stretches:
+    """Results and refused rows cut along the input, so finely that no more than one table of each is in memory."""
+
+    def __init__(self, results: Iterator[pa.Table], refused: Iterator[pa.Table]) -> None:
+        self._results = _Ordered(results, RESULT_SCHEMA)
+        self._refused = _Ordered(refused, REFUSED_SCHEMA)
+
+    def of(self, batch: InputTable) -> Iterator[tuple[int, int, pa.Table, pa.Table]]:
+        """Stretches of a batch as ordinals from (included) and to (not), with their results and refused rows."""
+        first, end = batch.first, batch.first + batch.table.num_rows
+        while first < end:
+            until = min(end, self._results.reach(), self._refused.reach())
+            yield first, until, self._results.take(until), self._refused.take(until)
+            first = until
+
+
+class _Ordered:
+    """A stream of tables by rising ordinal, which is their first column; holds one of them."""
 
     def __init__(self, tables: Iterator[pa.Table], schema: pa.Schema) -> None:
         self._tables = tables
-        self._held = schema.empty_table()
+        self._ended = False
+        self._hold(schema.empty_table())
 
-    def take(self, first: int, end: int) -> pa.Table:
-        """The rows with ordinals from `first` up to, not including, `end`."""
-        taken = []
-        while True:
-            cut = int(np.searchsorted(self._held.column(0).to_numpy(), end))
-            taken.append(self._held.slice(0, cut))
-            self._held = self._held.slice(cut)
-            if self._held.num_rows or (following := next(self._tables, None)) is None:
-                return pa.concat_tables(taken)
-            self._held = following
+    def _hold(self, table: pa.Table) -> None:
+        self._table = table
+        self._ordinals: npt.NDArray[np.int64] = table.column(0).to_numpy()
+
+    def reach(self) -> int:
+        """The ordinal up to which, not included, `take` can go now: the end of what is held."""
+        while not len(self._ordinals) and not self._ended:
+            following = next(self._tables, None)
+            if following is None:
+                self._ended = True
+            else:
+                self._hold(following)
+        return int(self._ordinals[-1]) + 1 if len(self._ordinals) else sys.maxsize
+
+    def take(self, end: int) -> pa.Table:
+        """The rows that are left below `end`."""
+        cut = int(np.searchsorted(self._ordinals, end))
+        taken = self._table.slice(0, cut)
+        self._table, self._ordinals = self._table.slice(cut), self._ordinals[cut:]
+        return taken
 
 
-def _read_refused(path: Path) -> Iterator[pa.Table]:
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(8192):
-                yield pa.Table.from_batches([batch])
-    except (OSError, pa.ArrowException) as e:
-        raise OutputError(f"{path}: cannot be read ({e}); remove the plan folder and run again") from e
+def _one_each(batch: InputTable, first: int, end: int, finished: pa.Table, refused: pa.Table) -> pa.Table:
+    """The results of a stretch, refused rows among them, one for each row of the input in its order.
+
+    Raises BulkgenError where a row has none, or two.
+    """
+    found = pa.concat_tables([finished, _as_results(refused)]) if refused.num_rows else finished
+    ordinals: npt.NDArray[np.int64] = found.column(0).to_numpy()
+    order = np.argsort(ordinals, kind="stable")
+    if not np.array_equal(ordinals[order], np.arange(first, end)):
+        raise _mismatch(batch, first, end, ordinals)
+    return found.take(pa.array(order)) if refused.num_rows else found
+
+
+def _mismatch(batch: InputTable, first: int, end: int, ordinals: npt.NDArray[np.int64]) -> BulkgenError:
+    there, counts = np.unique(ordinals, return_counts=True)
+    twice, missing = there[counts > 1], np.setdiff1d(np.arange(first, end), there)
+    ordinal = int((*twice, *missing, *there)[0])
+    what = "more than one result" if len(twice) else "no result" if len(missing) else "a result that is not its own"
+    inside = 0 <= ordinal - batch.first < batch.table.num_rows
+    place = f"{batch.file}: row at {batch.positions[ordinal - batch.first]}" if inside else f"row {ordinal}"
+    return BulkgenError(f"{place} has {what}; nothing was merged, and what was generated is still in the run folder")
+
+
+def _with_plan_keys(tables: Iterator[pa.Table], keys: Keys) -> Iterator[pa.Table]:
+    """Refused rows under the keys that the plan gave them, which differ even where the rows are equal."""
+    for table in tables:
+        own = pa.array(keys.keys_of(table.column("ordinal").to_numpy()), pa.binary(ROW_KEY_BYTES))
+        yield table.set_column(table.schema.get_field_index("key"), "key", own)
 
 
 def _as_results(refused: pa.Table) -> pa.Table:
@@ -145,60 +169,12 @@ def _as_results(refused: pa.Table) -> pa.Table:
         "error_code": refused["code"],
         "error": refused["message"],
     }
-    columns = [known[f.name] if f.name in known else pa.nulls(rows, f.type) for f in SPOOL_SCHEMA]
-    return pa.Table.from_arrays(columns, schema=SPOOL_SCHEMA)
+    columns = [known[f.name] if f.name in known else pa.nulls(rows, f.type) for f in RESULT_SCHEMA]
+    return pa.Table.from_arrays(columns, schema=RESULT_SCHEMA)
 
 
-def _in_order(first: int, end: int, finished: pa.Table, refused: pa.Table) -> pa.Table:
-    """One record for each row of a stretch of the input. Raises BulkgenError where a row has none, or two."""
-    found = pa.concat_tables([finished, refused])
-    ordinals: npt.NDArray[np.int64] = found.column(0).to_numpy()
-    order = np.argsort(ordinals, kind="stable")
-    expected = np.arange(first, end)
-    if len(order) != len(expected) or np.any(ordinals[order] != expected):
-        odd = sorted(set(expected.tolist()) ^ set(ordinals.tolist())) or ordinals[order][:1].tolist()
-        raise BulkgenError(f"row {odd[0]} of the input has no result, or two; nothing was merged")
-    return found.take(pa.array(order)) if refused.num_rows else found
-
-
-def _output_rows(table: pa.RecordBatch, result: pa.Table, schema: pa.Schema) -> pa.Table:
-    columns = {
-        **{name: result[name] for name in RESULT_COLUMNS if name != "row_key"},
-        "row_key": _hex(result["key"]),
-    }
-    added = [result["status"], result["text"], *(columns[name] for name in RESULT_COLUMNS)]
+def _output_rows(table: pa.RecordBatch | pa.Table, result: pa.Table, schema: pa.Schema) -> pa.Table:
+    row_keys = hex_keys(result["key"])
+    added = [result["status"], result["text"]]
+    added += [row_keys if name == "row_key" else result[name] for name in RESULT_COLUMNS]
     return pa.Table.from_arrays([*table.columns, *added], schema=schema)
-
-
-def _hex(keys: pa.ChunkedArray) -> pa.Array:
-    digits = b"".join(keys.to_pylist()).hex()
-    width = 2 * ROW_KEY_BYTES
-    return pa.array([digits[i : i + width] for i in range(0, len(digits), width)], pa.string())
-
-
-def _failures(batch: InputTable, bad: pa.Table, refused: pa.Table) -> pa.Table:
-    """Records of failed rows in input order, each with the row as it came in: as JSON, or raw where it is none."""
-    places = [ordinal - batch.first for ordinal in bad["ordinal"].to_pylist()]
-    rows = [json.dumps(batch.table.slice(i, 1).to_pylist()[0], ensure_ascii=False, default=str) for i in places]
-    in_engine = {
-        "file": [batch.file] * len(places),
-        "position": [batch.positions[i] for i in places],
-        "ordinal": bad["ordinal"],
-        "error_code": bad["error_code"],
-        "error": bad["error"],
-        "row": rows,
-        "raw": pa.nulls(len(places), pa.binary()),
-        "row_key": _hex(bad["key"]),
-    }
-    at_planning = {
-        "file": refused["file"],
-        "position": refused["position"],
-        "ordinal": refused["ordinal"],
-        "error_code": refused["code"],
-        "error": refused["message"],
-        "row": refused["row"],
-        "raw": refused["raw"],
-        "row_key": _hex(refused["key"]),
-    }
-    both = [pa.table(columns, schema=FAILURES_SCHEMA) for columns in (in_engine, at_planning)]
-    return pa.concat_tables(both).sort_by("ordinal")

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 
 from bulkgen.errors import OutputError
 from bulkgen.records import RESULT_COLUMNS
+from bulkgen.results.disk import ParquetSink, writing
 from bulkgen.results.parts import PART_SCHEMA
 from bulkgen.rundir import sync_folder
 
-_PART = "part-{:05d}.parquet"
-_GROUP_ROWS = 131_072
-_GROUP_BYTES = 64 << 20
+_NAME = "part-{:05d}.parquet"
+_TEMPORARY = ".tmp-{}"
 
 
 def output_schema(input_schema: pa.Schema, text_column: str) -> pa.Schema:
@@ -23,104 +23,119 @@ def output_schema(input_schema: pa.Schema, text_column: str) -> pa.Schema:
     types = {field.name: field.type for field in PART_SCHEMA} | {"row_key": pa.string()}
     added = [pa.field("status", pa.string()), pa.field(text_column, pa.string())]
     added += [pa.field(name, types[name]) for name in RESULT_COLUMNS]
-    schema = pa.schema([*input_schema, *added])
-    return schema.with_metadata(input_schema.metadata) if input_schema.metadata else schema
+    return pa.schema([*input_schema, *added], metadata=input_schema.metadata)
 
 
 class Output:
-    """Takes rows in input order; `finish` makes them appear. Until then only temporaries are there.
+    """Takes rows in input order; until `finish` only temporaries are there.
 
-    A folder's files are renamed one after the other, and those that an earlier finish left beyond them are removed
-    last: a reader in that moment can see files of both, so wait for the exit code. Foreign files are never touched.
+    `file_rows` is the most that a file of a folder holds, None for an output that is a single file.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema, file_rows: int) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, file_rows: int | None) -> None:
         self._path = path
         self._schema = schema
-        self._is_file = path.suffix == ".parquet"
-        self._file_rows = None if self._is_file else file_rows
-        self._temporaries: list[Path] = []
-        self._writer: pq.ParquetWriter | None = None
-        self._rows_in_file = 0
-        self._group: list[pa.Table] = []
-        self._group_rows = self._group_bytes = 0
-        if not self._is_file:
-            path.mkdir(parents=True, exist_ok=True)
+        self._file_rows = file_rows
+        self._folder = path.parent if file_rows is None else path
+        self._files: list[Path] = []
+        self._sink: ParquetSink | None = None
+        self._room = 0
+        with writing(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if file_rows is not None:
+                _remove(self._folder.glob(_TEMPORARY.format("part-*.parquet")))  # of a merge that was killed
 
     def write(self, table: pa.Table) -> None:
-        """Append rows of the output's schema."""
+        """Append rows of the output's schema. Raises OutputError."""
         while table.num_rows:
-            room = (
-                table.num_rows if self._file_rows is None else self._file_rows - self._rows_in_file - self._group_rows
-            )
-            piece, table = table.slice(0, room), table.slice(room)
-            self._group.append(piece)
-            self._group_rows += piece.num_rows
-            self._group_bytes += piece.nbytes
-            full = self._file_rows is not None and self._rows_in_file + self._group_rows >= self._file_rows
-            if full or self._group_rows >= _GROUP_ROWS or self._group_bytes >= _GROUP_BYTES:
-                self._flush()
-            if full:
+            sink = self._sink or self._open_file()
+            if self._file_rows is None:
+                sink.write(table)
+                return
+            sink.write(table.slice(0, self._room))
+            table, self._room = table.slice(self._room), max(0, self._room - table.num_rows)
+            if not self._room:
                 self._close_file()
 
-    def _flush(self) -> None:
-        if self._writer is None:
-            self._open_file()
-        assert self._writer is not None
-        if self._group_rows:
-            self._writer.write_table(pa.concat_tables(self._group))
-        self._rows_in_file += self._group_rows
-        self._group, self._group_rows, self._group_bytes = [], 0, 0
-
-    def _open_file(self) -> None:
-        name = self._path.name if self._is_file else _PART.format(len(self._temporaries))
-        folder = self._path.parent if self._is_file else self._path
-        temporary = folder / f".tmp-{name}"
-        self._temporaries.append(temporary)
-        self._writer = pq.ParquetWriter(temporary, self._schema, compression="zstd")
+    def _open_file(self) -> ParquetSink:
+        file = self._path if self._file_rows is None else self._path / _NAME.format(len(self._files))
+        self._files.append(file)
+        self._room = self._file_rows or 0
+        self._sink = ParquetSink(_temporary(file), file, self._schema)
+        return self._sink
 
     def _close_file(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            self._rows_in_file = 0
-            with self._temporaries[-1].open("rb+") as f:
-                os.fsync(f.fileno())
+        if self._sink is None:
+            return
+        self._sink.close()
+        self._sink = None
+        with writing(self._files[-1]), _temporary(self._files[-1]).open("rb+") as f:
+            os.fsync(f.fileno())
 
     def finish(self) -> None:
-        """Put the files in their place."""
-        if self._group_rows or not self._temporaries:
-            self._flush()
+        """Put the files in their place. Raises OutputError.
+
+        What an earlier finish left in a folder is removed before the first new file appears there. So a reader in
+        that moment misses rows, and sees that, but never has rows of both; a crash in it costs another merge.
+        """
+        if not self._files:
+            self._open_file()
         self._close_file()
-        for temporary in self._temporaries:
-            temporary.replace(temporary.with_name(temporary.name.removeprefix(".tmp-")))
-        folder = self._path.parent if self._is_file else self._path
-        if not self._is_file:
-            number = len(self._temporaries)
-            while (old := folder / _PART.format(number)).exists():
-                old.unlink()
-                number += 1
-        sync_folder(folder)
+        earlier = [] if self._file_rows is None else self._earlier_files()
+        with writing(self._path):
+            for file in reversed(earlier):  # the last first: those that are left are always numbered from 0 on
+                file.unlink()
+            for file in self._files:
+                _temporary(file).replace(file)
+            sync_folder(self._folder)
+
+    def _earlier_files(self) -> list[Path]:
+        """The files that an earlier finish left in the folder. Raises OutputError for another's where ours belong."""
+        found: list[Path] = []
+        while (file := self._path / _NAME.format(len(found))).exists() and _is_output(file):
+            found.append(file)
+        for file in self._files[len(found) :]:
+            if file.exists():
+                raise OutputError(
+                    f"{file}: is not an output of bulkgen and stands where one belongs; move it away and run again"
+                )
+        return found
 
     def discard(self) -> None:
-        """Remove temporaries."""
-        if self._writer is not None:
-            with suppress(OSError, pa.ArrowException):
-                self._writer.close()
-        for temporary in self._temporaries:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        """Remove what was not finished."""
+        if self._sink is not None:
+            self._sink.give_up()
+        _remove(map(_temporary, self._files))
 
 
 @contextmanager
-def opened(path: Path, schema: pa.Schema, file_rows: int) -> Iterator[Output]:
-    """An output that appears if the block ends well and leaves nothing behind otherwise. Raises OutputError."""
+def open_output(path: Path, schema: pa.Schema, file_rows: int) -> Iterator[Output]:
+    """An output that appears if the block ends well and leaves nothing behind otherwise. Raises OutputError.
+
+    A path that ends in .parquet is a single file, any other a folder of files with `file_rows` rows at most.
+    Foreign files in the folder are never touched.
+    """
+    output = Output(path, schema, None if path.suffix == ".parquet" else file_rows)
     try:
-        output = Output(path, schema, file_rows)
-        try:
-            yield output
-            output.finish()
-        finally:
-            output.discard()
-    except OSError as e:
-        raise OutputError(f"{path}: cannot be written ({e.strerror or e}); free the place and run again") from e
+        yield output
+        output.finish()
+    finally:
+        output.discard()
+
+
+def _temporary(file: Path) -> Path:
+    return file.with_name(_TEMPORARY.format(file.name))
+
+
+def _remove(files: Iterator[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _is_output(file: Path) -> bool:
+    try:
+        names = pq.read_schema(file).names
+    except (OSError, pa.ArrowException):
+        return False
+    return tuple(names[-len(RESULT_COLUMNS) :]) == RESULT_COLUMNS

@@ -1,6 +1,6 @@
-"""Part files: results in the order in which they finished, without the input's columns. Whole or not there."""
+"""Part files: results in the order in which they finished, without the input's columns, whole or not at all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 
 from bulkgen.errors import OutputError
 from bulkgen.records import DONE, FAILED, ROW_KEY_BYTES, Completion, Failure
+from bulkgen.results.columns import as_column, as_keys
+from bulkgen.results.disk import ParquetSink, open_parquet, reading
 from bulkgen.rundir import whole_file
 
 PART_SCHEMA = pa.schema(
@@ -31,8 +33,15 @@ PART_SCHEMA = pa.schema(
         ("error", pa.string()),
     ]
 )
-# A text column chunk must stay below the 2 GiB that 32-bit offsets reach, with room to spare.
-_GROUP_BYTES = 256 << 20
+# Columns with few distinct values. Texts are stored plainly, so that the file's own figures tell how large they are
+# in memory, however often one is repeated.
+_DICTIONARY = ["shard", "status", "finish_reason", "prompt_tokens", "cached_tokens", "output_tokens", "error_code"]
+# Rows that are turned into columns at once: bounded, and far from the 2 GiB that 32-bit offsets reach.
+_CHUNK_CHARACTERS = 16 << 20
+_READ_ROWS, _READ_BYTES = 65_536, 16 << 20
+# What a row takes in memory beside its texts: numbers, offsets, and the short strings that the file keeps once.
+_ROW_BYTES = 100
+_CURE = "it was committed, so restore it from a copy, or remove the run folder to generate everything again"
 
 
 class PartRow(NamedTuple):
@@ -76,45 +85,63 @@ def done_row(key: bytes, shard: int, c: Completion) -> PartRow:
 
 def failed_row(key: bytes, shard: int, f: Failure) -> PartRow:
     """The record of a row that the engine could not generate."""
-    nothing = (None, None, None, None, None, None, None, None, None)
-    return PartRow(key, shard, FAILED, *nothing, f.code, f.message)
+    return PartRow(key, shard, FAILED, None, None, None, None, None, None, None, None, None, f.code, f.message)
 
 
-def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:
-    """Write a part under a temporary name, sync it, rename it. Raises OutputError."""
-    with whole_file(folder / name) as path, pq.ParquetWriter(path, PART_SCHEMA, compression="zstd") as writer:
-        for group in _groups(rows):
-            columns = [
-                pa.array(values, field.type)
-                for values, field in zip(zip(*group, strict=True), PART_SCHEMA, strict=True)
-            ]
-            writer.write_table(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
+def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> int:
+    """Write a part under a temporary name, sync it, rename it; returns its size in bytes. Raises OutputError."""
+    final = folder / name
+    with whole_file(final) as path:
+        with ParquetSink(path, final, PART_SCHEMA, _DICTIONARY) as sink:
+            for chunk in _chunks(rows):
+                columns = [
+                    as_column(values, field.type)
+                    for values, field in zip(zip(*chunk, strict=True), PART_SCHEMA, strict=True)
+                ]
+                sink.write(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
+        return path.stat().st_size
 
 
-def _groups(rows: Sequence[PartRow]) -> list[Sequence[PartRow]]:
-    """Cut where the texts of a group would grow beyond what one column chunk holds; nearly always one group."""
-    groups, start, size = [], 0, 0
+def _chunks(rows: Sequence[PartRow]) -> Iterator[Sequence[PartRow]]:
+    """Nearly always one; more where texts are long."""
+    start = size = 0
     for i, row in enumerate(rows):
-        size += len(row.text or "")
-        if size > _GROUP_BYTES:
-            groups.append(rows[start : i + 1])
+        size += len(row.text or "") + len(row.error or "")
+        if size >= _CHUNK_CHARACTERS:
+            yield rows[start : i + 1]
             start, size = i + 1, 0
-    return [group for group in (*groups, rows[start:]) if group]
+    if start < len(rows):
+        yield rows[start:]
 
 
 def read_keys(path: Path) -> npt.NDArray[np.bytes_]:
-    """The row keys of a part as fixed-width byte strings. Raises OutputError for a part that cannot be read."""
-    try:
-        table = pq.read_table(path, columns=["key"], partitioning=None)
-    except (OSError, pa.ArrowException) as e:
-        raise OutputError(f"{path}: a committed part cannot be read ({e}); restore the run folder") from e
-    return as_keys(table.column(0))
+    """The row keys of a part, as fixed-width byte strings in the part's order.
+
+    Raises OutputError for a part that is missing or damaged.
+    """
+    with reading(path, _CURE), open_parquet(path) as file:
+        _check_schema(path, file)
+        return as_keys(file.read(columns=["key"]).column(0))
 
 
-def as_keys(column: pa.ChunkedArray | pa.Array) -> npt.NDArray[np.bytes_]:
-    """A column of keys as numpy's fixed-width byte strings, without a copy a row."""
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = [
-        np.frombuffer(c.buffers()[1], f"S{ROW_KEY_BYTES}", len(c), c.offset * ROW_KEY_BYTES) for c in chunks if len(c)
-    ]
-    return np.concatenate(parts) if parts else np.empty(0, f"S{ROW_KEY_BYTES}")
+def read_part(path: Path) -> Iterator[pa.RecordBatch]:
+    """The rows of a part in its order, in batches of bounded size. Raises OutputError."""
+    with reading(path, _CURE), open_parquet(path) as file:
+        _check_schema(path, file)
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            rows = group.num_rows * _READ_BYTES // max(1, group.total_byte_size)
+            yield from file.iter_batches(max(1, min(rows, _READ_ROWS)), row_groups=[number])
+
+
+def part_bytes(path: Path) -> int:
+    """About how much memory the rows of a part take. Raises OutputError."""
+    with reading(path, _CURE), open_parquet(path) as file:
+        size: int = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
+        rows: int = file.metadata.num_rows
+    return size + rows * _ROW_BYTES
+
+
+def _check_schema(path: Path, file: pq.ParquetFile) -> None:
+    if not file.schema_arrow.equals(PART_SCHEMA):
+        raise OutputError(f"{path}: is not a part file of this version of bulkgen; {_CURE}")

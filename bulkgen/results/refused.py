@@ -1,13 +1,13 @@
 """Rows that planning refused, in input order, on disk: they have no result but their reason."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from bulkgen.errors import OutputError
 from bulkgen.records import ROW_KEY_BYTES, RefusedRow
+from bulkgen.results.columns import as_column
+from bulkgen.results.disk import ParquetSink, open_parquet, reading
 
 REFUSED_SCHEMA = pa.schema(
     [
@@ -22,46 +22,43 @@ REFUSED_SCHEMA = pa.schema(
         ("prompt_tokens", pa.int32()),
     ]
 )
-_GROUP_ROWS = 4096
-_GROUP_BYTES = 32 << 20
+_CHUNK_ROWS, _CHUNK_BYTES = 4096, 16 << 20
 
 
 class RefusedWriter:
-    """Streams refused rows to a Parquet file; `rows` counts them."""
+    """Streams refused rows to a Parquet file; `rows` counts them. Raises OutputError."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._sink = ParquetSink(path, path, REFUSED_SCHEMA)
         self._pending: list[RefusedRow] = []
-        self._bytes = 0
+        self._pending_bytes = 0
         self.rows = 0
-        try:
-            self._writer = pq.ParquetWriter(path, REFUSED_SCHEMA, compression="zstd")
-        except OSError as e:
-            raise OutputError(f"{path}: cannot be written ({e.strerror or e})") from e
 
     def add(self, rows: Sequence[RefusedRow]) -> None:
-        """Add rows in ordinal order."""
+        """Add rows; ordinals only rise, over all calls."""
         self.rows += len(rows)
-        self._pending += rows
-        self._bytes += sum(len(r.row or "") + len(r.raw or b"") for r in rows)
-        if len(self._pending) >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        columns = [pa.array([_value(r, f.name) for r in self._pending], f.type) for f in REFUSED_SCHEMA]
-        try:
-            self._writer.write_table(pa.Table.from_arrays(columns, schema=REFUSED_SCHEMA))
-        except OSError as e:
-            raise OutputError(f"{self._path}: cannot be written ({e.strerror or e})") from e
-        self._pending, self._bytes = [], 0
+        for row in rows:
+            self._pending.append(row)
+            self._pending_bytes += len(row.row or "") + len(row.raw or b"") + len(row.message)
+            if len(self._pending) >= _CHUNK_ROWS or self._pending_bytes >= _CHUNK_BYTES:
+                self._flush()
 
     def close(self) -> None:
         """Write what is left and end the file."""
         self._flush()
-        self._writer.close()
+        self._sink.close()
+
+    def _flush(self) -> None:
+        columns = [as_column([getattr(row, f.name) for row in self._pending], f.type) for f in REFUSED_SCHEMA]
+        self._sink.write(pa.Table.from_arrays(columns, schema=REFUSED_SCHEMA))
+        self._pending, self._pending_bytes = [], 0
 
 
-def _value(row: RefusedRow, name: str) -> object:
-    value = getattr(row, name)
-    # A lone surrogate has no UTF-8 form; its escape says which one it was.
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+def read_refused(path: Path) -> Iterator[pa.Table]:
+    """Refused rows in input order, as tables of bounded size. Raises OutputError."""
+    with (
+        reading(path, "remove the folder that it is in, so that the input is planned again"),
+        open_parquet(path) as file,
+    ):
+        for number in range(file.num_row_groups):
+            yield file.read_row_group(number)

