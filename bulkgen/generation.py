@@ -40,6 +40,7 @@ class ReplicaSetup:
 
     settings: EngineSettings
     env: Mapping[str, str]
+    cores: tuple[int, ...] | None
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Generation:
         start: int,
         launcher: Launcher,
         setups: list[ReplicaSetup],
-        work: Callable[[int, int, EngineSettings], Work],
+        work: Callable[[int, int, ReplicaSetup], Work],
         max_restarts: int,
         show: Callable[[str, ProgressState], None],
         say: Callable[[str], None],
@@ -208,7 +209,7 @@ class Generation:
         seat.incarnation += 1
         seat.state, seat.stats = "starting", None
         seat.rows, seat.committed = dict.fromkeys(_SUMS, 0), dict.fromkeys(_SUMS, 0)
-        work = self._work(number, seat.incarnation, seat.setup.settings)
+        work = self._work(number, seat.incarnation, seat.setup)
         self._launcher.start(number, asdict(work), seat.setup.env, self._run.engine_log(number))
 
     def _bury(self, number: int, reason: str) -> None:

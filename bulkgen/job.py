@@ -20,10 +20,9 @@ import yaml
 
 from bulkgen import __version__
 from bulkgen.dataset import DataSet
-from bulkgen.engine import EngineSettings
 from bulkgen.engine.launcher import LocalLauncher
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
-from bulkgen.generation import Generation
+from bulkgen.generation import Generation, ReplicaSetup
 from bulkgen.plan import Plan, load_plan
 from bulkgen.preparation import (
     SCHEMA_FILE,
@@ -272,14 +271,15 @@ class _Start:
         if not generation.run():
             self.stop.check()
 
-    def _work(self, replica: int, incarnation: int, settings: EngineSettings) -> Work:
+    def _work(self, replica: int, incarnation: int, setup: ReplicaSetup) -> Work:
         return Work(
             plan=str(self.run.plan),
             parts=str(self.run.parts),
             start=self.number,
             replica=replica,
             incarnation=incarnation,
-            settings=settings.to_json() | {"incarnation": incarnation},
+            settings=setup.settings.to_json() | {"incarnation": incarnation},
+            cores=setup.cores,
             sampling=self.spec.sampling.constants(),
             commit_rows=self.spec.output.commit_rows,
             commit_s=self.spec.output.commit_s,

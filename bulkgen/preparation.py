@@ -10,7 +10,7 @@ from typing import Any
 from bulkgen.dataset import DataSet, open_dataset
 from bulkgen.engine import EngineSettings
 from bulkgen.engine.demo_model import prepare_demo_model
-from bulkgen.engine.devices import divide
+from bulkgen.engine.devices import Share, divide
 from bulkgen.errors import InputError, OutputError, SpecError
 from bulkgen.generation import ReplicaSetup
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
@@ -145,18 +145,18 @@ def replica_setups(spec: JobSpec, model: Model, max_model_len: int) -> list[Repl
     engine = spec.engine
     args = engine.vllm_args() | {"max_model_len": max_model_len}
     stub = engine.stub.model_dump() if engine.kind == "stub" else {}
-    shares = divide(engine.replicas, args) if engine.kind == "vllm" else [({}, {})] * engine.replicas
+    shares = divide(engine.replicas, args) if engine.kind == "vllm" else [Share()] * engine.replicas
     return [
         ReplicaSetup(
             settings=EngineSettings(
                 kind=engine.kind,
                 model=str(model.path),
                 revision=spec.revision,
-                args={**extra, **args},
-                env=engine.environment(),
+                args={**share.args, **args},
                 stub=stub,
             ),
-            env={**env, **engine.environment()},
+            env={**share.env, **engine.environment()},
+            cores=share.cores,
         )
-        for env, extra in shares
+        for share in shares
     ]

@@ -11,9 +11,10 @@ Messages out: `ready`, `want` (more shards), `stats`, `part`, `closed`, `failed`
 """
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class Work:
     replica: int
     incarnation: int
     settings: dict[str, Any]
+    cores: Sequence[int] | None
     sampling: dict[str, Any]
     commit_rows: int
     commit_s: float
@@ -109,8 +111,10 @@ class Replica:
 
     def run(self) -> None:
         """Work until the driver says `close` or `stop`, then commit what is finished."""
-        while not self._stopped:
+        while True:
             self._listen(0.0 if self._in_engine else _IDLE_WAIT_S)
+            if self._stopped:
+                break
             self._top_up()
             self._collect()
             self._commit_if_due()
@@ -240,6 +244,9 @@ def main(fd: int) -> int:
     if opening is None:
         return 1
     work = Work(**opening)
+    if work.cores is not None:
+        # Before the engine is imported: the threads it starts stay where their parent is.
+        os.sched_setaffinity(0, work.cores)
     started = time.monotonic()
     engine: Engine | None = None
     try:

@@ -15,16 +15,16 @@ from bulkgen.records import Completion, Failure, Request
 def settings(kind: str, **stub: Any) -> EngineSettings:
     if kind == "stub":
         return EngineSettings(kind="stub", model="stub", args={"max_num_seqs": 8, "max_model_len": 512}, stub=stub)
-    env, args = divide(1, {})[0]
+    share = divide(1, {})[0]
     own = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True, "dtype": "bfloat16"}
-    return EngineSettings(kind="vllm", model=str(prepare_demo_model(print)), args={**own, **args}, env=env)
+    return EngineSettings(kind="vllm", model=str(prepare_demo_model(print)), args={**own, **share.args})
 
 
 @pytest.fixture(scope="module", params=["stub", pytest.param("vllm", marks=pytest.mark.real)])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     chosen = settings(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**chosen.env, "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+        for name, value in {**divide(1, {})[0].env, "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
             patch.setenv(name, value)
         engine = open_engine(chosen)
         yield engine

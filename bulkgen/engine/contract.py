@@ -19,15 +19,14 @@ _KINDS = {"vllm": "bulkgen.engine.vllm_engine:VllmEngine", "stub": "bulkgen.engi
 class EngineSettings:
     """All that one replica's engine needs to open. JSON-able, since it travels to the replica's process.
 
-    `args` are the engine's own settings under the engine's own names (vLLM: EngineArgs). `env` is set in the
-    process before the engine is imported. `incarnation` counts the engines that this replica had before.
+    `args` are the engine's own settings under the engine's own names (vLLM: EngineArgs). `incarnation` counts the
+    engines that this replica had before.
     """
 
     kind: str
     model: str
     revision: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
     stub: Mapping[str, Any] = field(default_factory=dict)
     incarnation: int = 0
 

@@ -1,4 +1,4 @@
-"""Which part of this machine each replica gets, as environment variables that vLLM reads at its start.
+"""Which part of this machine each replica gets.
 
 GPUs: `tensor_parallel_size` of them a replica, by CUDA_VISIBLE_DEVICES. Without a GPU: the cores, divided evenly.
 Whatever the job's `engine.env` sets wins.
@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from bulkgen.errors import EngineError
@@ -34,8 +35,17 @@ def runs_on_cpu() -> bool:
         return not visible_gpus()
 
 
-def divide(replicas: int, args: Mapping[str, Any]) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """For each replica, environment and engine arguments that give it its share of this machine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One replica's part of the machine: environment and engine arguments, and the cores to stay on (None: any)."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
+    cores: tuple[int, ...] | None = None
+
+
+def divide(replicas: int, args: Mapping[str, Any]) -> list[Share]:
+    """The share of each replica.
 
     Raises EngineError where there are fewer devices than the replicas need.
     """
@@ -48,10 +58,11 @@ def divide(replicas: int, args: Mapping[str, Any]) -> list[tuple[dict[str, str],
             f"engine.replicas: {replicas} of {each} GPUs each need {replicas * each}, this machine offers "
             f"{len(gpus)}; lower engine.replicas or engine.tensor_parallel_size"
         )
-    return [({"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])}, {}) for i in range(replicas)]
+    shares = (gpus[i * each : (i + 1) * each] for i in range(replicas))
+    return [Share(env={"CUDA_VISIBLE_DEVICES": ",".join(mine)}) for mine in shares]
 
 
-def _divide_cores(replicas: int) -> list[tuple[dict[str, str], dict[str, Any]]]:
+def _divide_cores(replicas: int) -> list[Share]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < replicas:
         raise EngineError(
@@ -65,8 +76,11 @@ def _divide_cores(replicas: int) -> list[tuple[dict[str, str], dict[str, Any]]]:
             # Left to itself vLLM keeps a core for its scheduler, on which nothing is computed.
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            # vLLM binds threads only in workers that it spawns. In a single process each replica would start a
+            # thread for every core of the machine, and they would wait for each other.
+            "OMP_NUM_THREADS": str(len(mine)),
             # One process a replica: as fast on CPU, and nothing stays behind when it is killed.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        shares.append((env, {"distributed_executor_backend": "uni"}))
+        shares.append(Share(env=env, args={"distributed_executor_backend": "uni"}, cores=tuple(mine)))
     return shares

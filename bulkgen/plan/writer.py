@@ -159,9 +159,9 @@ class PlanWriter:
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""
-        for file in (self._keys, *self._buckets.values()):
+        for close in (self._keys.close, *(bucket.close for bucket in self._buckets.values())):
             with suppress(OSError, pa.ArrowException):
-                file.close()
+                close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _cut(self, target_rows: int) -> list[Shard]:
