@@ -143,8 +143,7 @@ def test_two_replicas_share_the_cores_and_one_may_die(make_job: MakeJob) -> None
     process = job.start()
     wait_until(lambda: committed(job) and len(job.manifest("ready")) == 2, 180)
     victim = min(int(p.parts[2]) for p in processes_of(job) if p.readlink().name == "engine-1.log")
-    bound = [r["env"]["VLLM_CPU_OMP_THREADS_BIND"] for r in _chosen(job)]
-    assert len(set(bound)) == 2
+    assert_on_their_own_cores(job)
     os.kill(victim, signal.SIGKILL)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
@@ -153,11 +152,16 @@ def test_two_replicas_share_the_cores_and_one_may_die(make_job: MakeJob) -> None
     assert [r["replica"] for r in job.manifest("restart")] == [1]
 
 
-def _chosen(job: Job) -> list[dict[str, Any]]:
-    import yaml
-
-    replicas: list[dict[str, Any]] = yaml.safe_load((job.run_folder / "job.yaml").read_text())["chosen"]["replicas"]
-    return replicas
+def assert_on_their_own_cores(job: Job) -> None:
+    """Each replica computes on one core that is its own, with one thread that is always busy."""
+    pids = {link.readlink().name: int(link.parts[2]) for link in processes_of(job)}
+    assert sorted(pids) == ["engine-0.log", "engine-1.log"]
+    assert len({frozenset(os.sched_getaffinity(pid)) for pid in pids.values()}) == 2
+    half = len(os.sched_getaffinity(0)) // 2
+    for pid in pids.values():
+        assert len(os.sched_getaffinity(pid)) == half
+        ticks = [int(t.read_text().rpartition(")")[2].split()[11]) for t in Path(f"/proc/{pid}/task").glob("*/stat")]
+        assert sum(t > max(ticks) / 3 for t in ticks) <= half
 
 
 def test_an_engine_setting_that_vllm_refuses_ends_with_its_words(make_job: MakeJob) -> None:
