@@ -124,6 +124,8 @@ class _Start:
         last = merges[-1]
         if (last["content_key"], last["column"]) != (self.content_key, self.spec.output.column):
             return None
+        if _last_price(self.manifest.records) != self.spec.price.usd_per_hour:
+            self.manifest.append({"record": "price", "usd_per_hour": self.spec.price.usd_per_hour})
         return self._outcome(last["failed"], "nothing to do: this job is finished and its input unchanged")
 
     def go(self) -> Outcome:
@@ -356,12 +358,22 @@ class _Start:
 
 
 def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
-    """The report over all starts; rows that are no longer in the input are told apart by the plan on disk."""
+    """The report over all starts, at the price that the spec had last.
+
+    Rows that are no longer in the input are told apart by the plan on disk.
+    """
+    price = {"usd_per_hour": _last_price(records)}
+    records = [record | price if record["record"] == "start" else record for record in records]
     try:
         plan = load_plan(run.plan)
     except (OSError, ValueError, KeyError, TypeError):
         return summarize(run, records, alive=run.is_held())
     return summarize(run, records, in_plan=lambda keys: plan.lookup(keys) >= 0, alive=run.is_held())
+
+
+def _last_price(records: list[dict[str, Any]]) -> float | None:
+    prices = [record["usd_per_hour"] for record in records if record["record"] in ("start", "price")]
+    return prices[-1] if prices else None
 
 
 def _digest(*facts: Any) -> str:

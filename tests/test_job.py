@@ -155,6 +155,16 @@ def test_a_finished_job_does_nothing_and_says_so(make_job: MakeJob) -> None:
     assert (job.run_folder / "manifest.jsonl").read_bytes() == before
 
 
+def test_a_price_that_comes_later_counts_for_the_whole_run(make_job: MakeJob) -> None:
+    job = make_job(prompts(50))
+    job.run()
+    assert "per 1M output" not in bulkgen("report", str(job.output)).out
+    ended = job.run("--set", "price.usd_per_hour=3600")
+    assert "nothing to do" in ended.out
+    whole = json.loads(bulkgen("report", str(job.output), "--json").out)["whole"]
+    assert whole["usd"] == pytest.approx(whole["start_s"] + whole["generate_s"])
+
+
 def test_only_new_and_changed_rows_are_generated(make_job: MakeJob) -> None:
     rows = prompts(100)
     job = make_job(rows)
