@@ -5,6 +5,7 @@
 The driver touches no row. It runs one loop in one thread; what it knows of a replica is what the replica said last.
 """
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -254,7 +255,8 @@ class Generation:
         if not force and now < self._record_due:
             return
         self._record_due = now + _RECORD_EVERY_S
-        with self._run.timeline_log.open("a") as f:
+        # Neither the timeline nor what is shown is worth ending a run for.
+        with contextlib.suppress(OSError), self._run.timeline_log.open("a") as f:
             for number, seat in enumerate(self._seats):
                 if seat.stats is not None:
                     where = {"replica": number, "incarnation": seat.incarnation}

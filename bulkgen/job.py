@@ -5,12 +5,14 @@
 What is committed is in the manifest; a start goes on from there, whatever happened to the one before it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,9 +77,8 @@ def run_job(spec: JobSpec, progress: Progress) -> Outcome:
         if dataset.left_out:
             say(f"not read, since their names begin with _ or a dot: {', '.join(dataset.left_out)}")
         start = _Start(spec, run, dataset, model, progress, log, say, stop)
-        if (finished := start.finished()) is not None:
-            return finished
-        return start.go()
+        with closing(start.manifest):
+            return start.finished() or start.go()
 
 
 class _Start:
@@ -249,8 +250,9 @@ class _Start:
         text = json.dumps(about | asdict(state) | {"replicas": self.spec.engine.replicas})
         # Not synced: after a crash of the machine the manifest tells, this is for those who look on.
         temporary = self.run.progress.with_suffix(".tmp")
-        temporary.write_text(text)
-        temporary.replace(self.run.progress)
+        with contextlib.suppress(OSError):
+            temporary.write_text(text)
+            temporary.replace(self.run.progress)
 
     # ---- generate ----
 

@@ -5,6 +5,7 @@ write and read them; here they are JSON objects, one a line, appended and synced
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -124,10 +125,9 @@ class Manifest:
         self.path = path
         self.records = read_manifest(path)
         try:
-            self._file = path.open("ab")
-            whole = _whole_bytes(path)
-            if self._file.tell() != whole:
-                self._file.truncate(whole)
+            self._file = path.open("ab", buffering=0)
+            self._size = _whole_bytes(path)
+            self._file.truncate(self._size)
         except OSError as e:
             raise OutputError(f"{path}: cannot open the manifest ({e.strerror or e})") from e
         if not self.records:
@@ -137,12 +137,17 @@ class Manifest:
     def append(self, record: dict[str, Any]) -> None:
         """Write one record and sync it to disk."""
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
+        data = line.encode()
         try:
-            self._file.write(line.encode())
-            self._file.flush()
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as e:
+            # Half a record must not stand before the next one.
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
             raise OutputError(f"{self.path}: cannot append to the manifest ({e.strerror or e})") from e
+        self._size += len(data)
         self.records.append(record)
 
     def of(self, kind: str) -> list[dict[str, Any]]:

@@ -61,7 +61,32 @@ def test_a_torn_last_record_does_not_count_and_is_cut_off(run: RunDir) -> None:
     assert [r["record"] for r in read_manifest(run.manifest)] == ["format", "start"]
     again = Manifest(run.manifest)
     again.append({"record": "start", "start": 2})
+    again.close()
     assert [r.get("start") for r in read_manifest(run.manifest)] == [None, 1, 2]
+
+
+def test_a_record_that_does_not_fit_the_disk_leaves_no_half_behind(run: RunDir) -> None:
+    code = f"""
+import resource
+from pathlib import Path
+from bulkgen.errors import OutputError
+from bulkgen.rundir import Manifest, read_manifest
+path = Path({str(run.manifest)!r})
+manifest = Manifest(path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, resource.RLIM_INFINITY))
+try:
+    manifest.append({{"record": "start", "start": 1}})
+except OutputError as e:
+    assert "cannot append" in str(e), e
+else:
+    raise AssertionError("no error")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+manifest.append({{"record": "start", "start": 2}})
+assert [r.get("start") for r in read_manifest(path)] == [None, 2]
+assert [r.get("start") for r in manifest.records] == [None, 2]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_damage_before_the_end_is_an_error_that_names_the_line(run: RunDir) -> None:

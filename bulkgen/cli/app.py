@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bulkgen import __version__
-from bulkgen.errors import EXIT_BUG, EXIT_ROWS_FAILED, BulkgenError, Stopped
+from bulkgen.errors import EXIT_BUG, EXIT_ROWS_FAILED, BulkgenError, DataError, Stopped
 
 app = typer.Typer(
     name="bulkgen",
@@ -167,6 +167,10 @@ def _guarded(call: Callable[[], Any]) -> int:
         # The reader of our output has seen enough; what is left in the buffer has no place to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        # Readers and writers of data speak for themselves; this is about the files around them.
+        _say(f"bulkgen: {e.filename or 'a file'}: {e.strerror or e}; free the place or give another, and run again")
+        return DataError.exit_code
     except Exception:
         import traceback
 

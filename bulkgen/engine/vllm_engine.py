@@ -18,6 +18,9 @@ from bulkgen.engine.contract import EngineSettings
 from bulkgen.errors import EngineError
 from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Request
 
+# What a generated answer can end with; vLLM's other reasons (abort, error) mean that there is none.
+_FINISHED = ("stop", "length", "repetition")
+
 
 class _Counters(StatLoggerBase):  # type: ignore[misc]  # vLLM is not read by the type checker
     """vLLM hands every step's statistics to this object; counters add up over the life of the engine."""
@@ -101,11 +104,14 @@ class VllmEngine:
         for output in outputs:
             if output.finished and isinstance(output, RequestOutput):
                 has_text = self._open.pop(output.request_id)
-                done.append(self._completion(output, has_text))
+                done.append(self._result(output, has_text))
         return done
 
-    def _completion(self, output: RequestOutput, has_text: bool) -> Completion:
+    def _result(self, output: RequestOutput, has_text: bool) -> Completion | Failure:
         answer = output.outputs[0]
+        if answer.finish_reason not in _FINISHED:
+            reason = f"vLLM ended the request with finish_reason {answer.finish_reason!r}"
+            return Failure(int(output.request_id), "ended_by_engine", reason)
         metrics = output.metrics
         text = answer.text
         if not has_text:
@@ -119,7 +125,7 @@ class VllmEngine:
         return Completion(
             index=int(output.request_id),
             text=text,
-            finish_reason=answer.finish_reason or "unknown",
+            finish_reason=answer.finish_reason,
             prompt_tokens=len(output.prompt_token_ids or ()),
             cached_tokens=output.num_cached_tokens or 0,
             output_tokens=tokens,
