@@ -2,7 +2,6 @@
 # nothing to do. `make demo` and `make test` are all that a newcomer needs.
 PYTHON ?= python3
 BIN := .venv/bin
-JOB ?= jobs/summaries.yaml
 
 .PHONY: help setup check format test demo bench clean
 
@@ -16,7 +15,7 @@ check: setup    ## format, lint, types, import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports 
+	$(BIN)/lint-imports
 
 format: setup   ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
@@ -26,7 +25,7 @@ test: setup     ## all tests, those on real vLLM among them
 	$(BIN)/python -m pytest
 
 demo: setup     ## the example job on real vLLM, and its report
-	$(BIN)/bulkgen run $(JOB)
+	$(BIN)/bulkgen run jobs/summaries.yaml
 	@$(BIN)/python tools/show.py out/summaries.parquet ticket summary output_tokens
 
 bench: setup    ## benchmarks; results in bench/results/

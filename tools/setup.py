@@ -1,11 +1,12 @@
 """Set-up of a checkout: the virtual environment with the right vLLM for this machine, and the demo model.
 
-Run by `make setup` with any Python from 3.11 on and nothing installed. Prints what it does. Does nothing, quickly, when
-pyproject.toml and this file are the same as at the last time.
+Run by `make setup` with nothing installed but a Python; one that vLLM does not support looks for one that it does.
+Prints what it does. Does nothing, quickly, when pyproject.toml and this file are the same as at the last time.
 """
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "bulkgen-setup"
+# What vLLM 0.32 supports, the one with the most packages first.
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
+MACHINES = ("x86_64", "aarch64")
 # Builds of PyTorch for machines without a GPU, where the plain package index has none that fits.
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM's packages bring these along; for text models vLLM runs without them.
@@ -28,25 +32,40 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Bring the checkout up to date; the exit code is that of the first step that failed."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - this file is what tells users of older Pythons
-        sys.exit(
-            f"setup: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12`"
-        )
-    if sys.platform != "linux":
-        sys.exit(f"setup: vLLM runs on Linux, this is {sys.platform}; use a Linux machine or container")
+    if platform.system() != "Linux" or platform.machine() not in MACHINES:
+        this = f"{platform.system()} on {platform.machine()}"
+        sys.exit(f"setup: vLLM is built for Linux on {' and '.join(MACHINES)}, this is {this}; use such a machine")
+    if sys.version_info[:2] not in PYTHONS:
+        continue_with_other_python()
     extra = "gpu" if has_gpu() else "cpu"
     wanted = fingerprint(extra)
     if STAMP.is_file() and STAMP.read_text() == wanted and PYTHON.exists():
         return 0
     say(f"Python {sys.version.split()[0]}, {'a GPU' if extra == 'gpu' else 'no GPU'}: installing bulkgen[{extra},dev]")
+    say("updating" if STAMP.exists() else "this takes some minutes the first time")
+    STAMP.unlink(missing_ok=True)  # from here on the environment is neither the old nor the new one
     make_environment()
-    install(f"{ROOT}[{extra},dev]")
+    install(extra)
     heal_torchvision()
     say("preparing the demo model")
     run(str(PYTHON), "-m", "bulkgen", "demo-model")
     STAMP.write_text(wanted)
     say("done")
     return 0
+
+
+def continue_with_other_python() -> None:
+    """Replace this process by one of a supported Python, where there is one; end with a sentence otherwise."""
+    oldest, newest = (".".join(map(str, PYTHONS[i])) for i in (0, -1))
+    for major, minor in PYTHONS:
+        found = shutil.which(f"python{major}.{minor}")
+        # Version managers put names on the path that do not run.
+        if found and subprocess.call([found, "-c", ""], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
+            os.execv(found, [found, *sys.argv])
+    sys.exit(
+        f"setup: Python {oldest} to {newest} is needed, this is {platform.python_version()} and no other was found; "
+        "install one, or name it: make setup PYTHON=/path/to/python3"
+    )
 
 
 def has_gpu() -> bool:
@@ -75,31 +94,24 @@ def make_environment() -> None:
     made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         sys.exit(
-            f"setup: cannot create {VENV}: {(made.stderr or made.stdout).strip().splitlines()[0]}; "
-            "on Debian and Ubuntu: apt install python3-venv"
+            f"setup: cannot create {VENV}: {' '.join((made.stderr + made.stdout).split())[:300]}; "
+            "where ensurepip is missing, as on Debian and Ubuntu: apt install python3-venv"
         )
 
 
-def install(what: str) -> None:
-    """Install in editable form: plainly first, and with PyTorch's CPU index only where that fails."""
-    pip = [
-        str(PYTHON),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-        "-e",
-        what,
-    ]
+def install(extra: str) -> None:
+    """Install in editable form; without a GPU, PyTorch's CPU index helps out where the plain install fails."""
     if os.environ.get("BULKGEN_UV") and shutil.which("uv"):
-        pip = ["uv", "pip", "install", "--python", str(PYTHON), "-e", what]
-    say("this takes some minutes the first time" if not STAMP.exists() else "updating")
-    quiet = [*pip, "-q"]
-    if subprocess.run(quiet, check=False).returncode != 0:
+        # uv by itself would take whatever PyTorch's index also has from there, in whatever version.
+        pip = ["uv", "pip", "install", "--python", str(PYTHON), "--index-strategy", "unsafe-best-match"]
+    else:
+        pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    command = [*pip, "-q", "-e", f"{ROOT}[{extra},dev]"]
+    if extra == "gpu":
+        run(*command)  # never with that index: to pip, a CPU build is the newer version of the same torch
+    elif subprocess.run(command, check=False).returncode != 0:
         say("the plain install failed; trying again with PyTorch's index for CPU builds")
-        run(*quiet, "--extra-index-url", PYTORCH_CPU_INDEX)
+        run(*command, "--extra-index-url", PYTORCH_CPU_INDEX)
 
 
 def heal_torchvision() -> None:

