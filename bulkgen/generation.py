@@ -27,7 +27,7 @@ from bulkgen.rundir import Manifest, RunDir
 _TICK_S = 0.25
 _RECORD_EVERY_S = 1.0
 # A stop must end well within the 30 s that schedulers usually grant.
-_STOP_GRACE_S = 8.0
+_STOP_GRACE_S = 6.0
 _CLOSE_GRACE_S = 30.0
 # An engine that has said its last word may still free its device in an orderly way.
 _EXIT_GRACE_S = 2.0
@@ -129,14 +129,12 @@ class Generation:
         for number in range(len(self._seats)):
             self._launcher.send(number, {"type": word})
         until = time.monotonic() + grace_s
-        while any(s.state in ("starting", "working") for s in self._seats) and time.monotonic() < until:
+        while any(s.state == "working" for s in self._seats) and time.monotonic() < until:
             for event in self._launcher.events(_TICK_S):
                 if event.death is None:
                     self._take(event.replica, event.message or {})
                 else:
                     self._seats[event.replica].state = "dead"
-            if word == "stop" and all(s.state != "working" for s in self._seats):
-                break
         self._record(force=True)
 
     def _step(self) -> None:
@@ -224,7 +222,9 @@ class Generation:
         self._todo.extendleft(reversed(list(pending)))
         seat.shards = []
         words = f"{reason}: {seat.last_words}" if seat.last_words else reason
-        if seat.was_ready and seat.restarts < self._max_restarts:
+        if not self._todo:
+            self._say(f"replica {number} died ({words}); the others have all that is left")
+        elif seat.was_ready and seat.restarts < self._max_restarts:
             seat.restarts += 1
             self._say(f"replica {number} died ({words}); starting it again")
             self._launch(number)
@@ -236,7 +236,8 @@ class Generation:
 
     def _obituary(self, number: int, words: str) -> str:
         seat = self._seats[number]
-        what = f"died {seat.restarts + 1} times" if seat.was_ready else "could not start"
+        times = "once" if not seat.restarts else f"{seat.restarts + 1} times"
+        what = f"died {times}" if seat.was_ready else "could not start"
         log = self._run.engine_log(number)
         if not seat.last_words:
             words += f"; its last line was: {_last_line(log)}"

@@ -9,9 +9,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -62,23 +62,17 @@ def run_job(spec: JobSpec, progress: Progress) -> Outcome:
     Raises Stopped after a signal, and the other BulkgenErrors for what makes going on impossible; whatever was
     committed until then stays committed.
     """
-    run = RunDir.of_output(spec.output_path)
-    dataset = open_data(spec)
-    model = open_job_model(spec, progress.say)
-    check_output(spec, run)
-    run.create()
-    log = RunLog(run.log)
-
-    def say(text: str) -> None:
-        log.write("said", text=text)
-        progress.say(text)
-
-    with run.held(), StopFlag(say) as stop:
-        if dataset.left_out:
-            say(f"not read, since their names begin with _ or a dot: {', '.join(dataset.left_out)}")
-        start = _Start(spec, run, dataset, model, progress, log, say, stop)
-        with closing(start.manifest):
-            return start.finished() or start.go()
+    with StopFlag(progress.say) as stop:
+        run = RunDir.of_output(spec.output_path)
+        dataset = open_data(spec)
+        model = open_job_model(spec, progress.say)
+        check_output(spec, run)
+        stop.check()
+        run.create()
+        with run.held():
+            start = _Start(spec, run, dataset, model, progress, stop)
+            with closing(start.manifest):
+                return start.finished() or start.go()
 
 
 class _Start:
@@ -91,8 +85,6 @@ class _Start:
         dataset: DataSet,
         model: Model,
         progress: Progress,
-        log: RunLog,
-        say: Callable[[str], None],
         stop: StopFlag,
     ) -> None:
         self.spec = spec
@@ -100,8 +92,7 @@ class _Start:
         self.dataset = dataset
         self.model = model
         self.progress = progress
-        self.log = log
-        self.say = say
+        self.log = RunLog(run.log)
         self.stop = stop
         self.manifest = Manifest(run.manifest)
         self._shown_at, self._shown_stage = 0.0, ""
@@ -116,18 +107,34 @@ class _Start:
             self.max_model_len,
         )
 
+    def say(self, text: str) -> None:
+        """Tell the user, and whoever reads the log later."""
+        self.log.write("said", start=self.number, text=text)
+        self.progress.say(text)
+
     def finished(self) -> Outcome | None:
-        """The outcome of the last merge, if its input and everything that shapes its output are still the same."""
-        merges = [r for r in self.manifest.records if r["record"] in ("merging", "merged")]
-        # A merge that has begun and not ended may have replaced the output already.
-        if not merges or merges[-1]["record"] == "merging" or not self.spec.output_path.exists():
+        """The outcome of the last merge, if nothing came after it and what it was made from and wrote is the same."""
+        done = [r for r in self.manifest.records if r["record"] in ("plan", "merging", "merged")]
+        # A plan or a merge that has begun and not ended may be of another spec, and have replaced files already.
+        if not done or done[-1]["record"] != "merged":
             return None
-        last = merges[-1]
-        if (last["content_key"], last["column"]) != (self.content_key, self.spec.output.column):
+        last = done[-1]
+        if (last["made_of"], last["files"]) != (self._made_of(), self._written_files()):
             return None
         if _last_price(self.manifest.records) != self.spec.price.usd_per_hour:
             self.manifest.append({"record": "price", "usd_per_hour": self.spec.price.usd_per_hour})
         return self._outcome(last["failed"], "nothing to do: this job is finished and its input unchanged")
+
+    def _made_of(self) -> str:
+        """What shapes the output: rows, prompts, model and sampling, and how the output is laid out."""
+        output = self.spec.output
+        return _digest(self.content_key, output.column, output.file_rows)
+
+    def _written_files(self) -> dict[str, int]:
+        """Sizes of the files that a merge leaves behind, those that are there."""
+        output = self.spec.output_path
+        files = [output] if output.suffix == ".parquet" else sorted(output.glob("part-*.parquet"))
+        return {path.name: path.stat().st_size for path in (*files, self.run.failures) if path.is_file()}
 
     def go(self) -> Outcome:
         """Plan, generate what is pending, merge, report; how it ended is on record in any case."""
@@ -144,10 +151,12 @@ class _Start:
 
     def _begin(self) -> None:
         self._sweep()
+        if self.dataset.left_out:
+            self.say(f"not read, since their names begin with _ or a dot: {', '.join(self.dataset.left_out)}")
         setups = replica_setups(self.spec, self.model, self.max_model_len)
         chosen = [{"args": dict(s.settings.args), "env": dict(s.env)} for s in setups]
         with whole_file(self.run.job) as path:
-            job = self.spec.resolved() | {"chosen": {"replicas": chosen}}
+            job = _without_secrets(self.spec.resolved() | {"chosen": {"replicas": chosen}})
             path.write_text(yaml.safe_dump(job, sort_keys=False, allow_unicode=True), encoding="utf-8")
         self.manifest.append(
             {
@@ -216,7 +225,7 @@ class _Start:
     def _planned_before(self) -> Plan | None:
         """The plan that an earlier start left, if it is of the same input and settings."""
         try:
-            plan = load_plan(self.run.plan)
+            plan = load_plan(self.run.plan, writable=True)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return plan if plan.facts["made_from"] == self._plan_facts()["made_from"] else None
@@ -328,8 +337,8 @@ class _Start:
                 "rows": result.rows,
                 "done": result.done,
                 "failed": result.failed,
-                "content_key": self.content_key,
-                "column": self.spec.output.column,
+                "made_of": self._made_of(),
+                "files": self._written_files(),
             }
         )
         return result.failed
@@ -368,9 +377,19 @@ def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
     records = [record | price if record["record"] == "start" else record for record in records]
     try:
         plan = load_plan(run.plan)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return summarize(run, records, alive=run.is_held())
     return summarize(run, records, in_plan=lambda keys: plan.lookup(keys) >= 0, alive=run.is_held())
+
+
+def _without_secrets(value: Any) -> Any:
+    """A spec as it may be written down: values whose names say that they are secret are left out."""
+    if isinstance(value, list):
+        return [_without_secrets(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    secret = re.compile(r"(?i)token$|secret|password|passwd|api_?key|credential")
+    return {k: "(not written down)" if secret.search(k) else _without_secrets(v) for k, v in value.items()}
 
 
 def _last_price(records: list[dict[str, Any]]) -> float | None:

@@ -4,6 +4,7 @@ can be made without one. A job that cannot work should end here, in seconds.
 
 import difflib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def open_data(spec: JobSpec) -> DataSet:
 
 def open_job_model(spec: JobSpec, say: Callable[[str], None]) -> Model:
     """The model's tokenizer and facts, not its weights; the demo model is prepared if it was not yet."""
-    if spec.model == "demo":
-        return open_model(spec.model, None, prepare_demo_model(say))
-    folder = spec.base / Path(spec.model).expanduser()
-    return open_model(spec.model, spec.revision, folder if folder.is_dir() else None)
+    folder = prepare_demo_model(say) if spec.model == "demo" else spec.base / Path(spec.model).expanduser()
+    model = open_model(spec.model, spec.revision, folder if folder.is_dir() else None)
+    # What the stub makes up must never stand for answers of the model whose tokenizer it borrows.
+    return replace(model, fingerprint=f"{spec.engine.kind}:{model.fingerprint}")
 
 
 def context_length(spec: JobSpec, model: Model) -> int:
@@ -54,7 +55,8 @@ def check_output(spec: JobSpec, run: RunDir) -> None:
         raise OutputError(f"{output}: is a file; give output.path a name ending in .parquet, or a folder")
     if run.manifest.exists() or not output.exists():
         return
-    foreign = [output] if output.is_file() else sorted(p for p in output.iterdir() if not p.name.startswith("."))
+    ours = (run.path.name, ".")
+    foreign = [output] if output.is_file() else sorted(p for p in output.iterdir() if not p.name.startswith(ours))
     if foreign:
         names = ", ".join(p.name for p in foreign[:3])
         raise OutputError(

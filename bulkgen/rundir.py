@@ -21,6 +21,7 @@ from bulkgen.errors import HeldError, OutputError
 FORMAT = 1
 RUN_SUFFIX = ".bulkgen"
 RUN_FOLDER = "_bulkgen"
+_LOCK_PATIENCE_S = 0.5
 
 
 class RunDir:
@@ -82,16 +83,29 @@ class RunDir:
         """
         fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise HeldError(f"{self.path}: held by {_holder(fd)}; wait for it or stop it") from None
+            self._take_lock(fd)
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(who).encode(), 0)
             yield
         finally:
             os.close(fd)
+
+    def _take_lock(self, fd: int) -> None:
+        until = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                # `status` holds it for an instant to see whether anybody does.
+                if time.monotonic() > until:
+                    raise HeldError(f"{self.path}: held by {_holder(fd)}; wait for it or stop it") from None
+                time.sleep(0.02)
+            except OSError as e:
+                raise OutputError(
+                    f"{self.lock}: cannot be locked ({e.strerror or e}); the output must be on a file system with flock"
+                ) from e
 
     def is_held(self) -> bool:
         """Whether a process works on this run at this moment."""

@@ -20,7 +20,9 @@ class StopFlag:
 
     def __enter__(self) -> "StopFlag":
         for number in _ASKED:
-            self._before[number] = signal.signal(number, self._ask)
+            # Ignored from the start means that somebody wants it so: nohup, or a shell's background job.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -110,6 +110,22 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [("| head -1", 3), ("| true", 3), ("2>&1 | true", 3), (">/dev/full", 3), ("2>&-", 3), (">&- 2>&-", 3)],
+)
+def test_who_does_not_listen_changes_no_exit_code(tmp_path: Path, shell: str, code: int) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n{"prompt": null}\n')
+    (tmp_path / "job.yaml").write_text(
+        "name: x\nmodel: stub\ninput: {path: in.jsonl, prompt: prompt}\noutput: {path: out.parquet}\n"
+        "engine: {kind: stub}\n"
+    )
+    command = f"{sys.executable} -m bulkgen run {tmp_path}/job.yaml {shell}; echo ${{PIPESTATUS[0]}} >{tmp_path}/code"
+    subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert (tmp_path / "code").read_text().strip() == str(code)
+    assert (tmp_path / "out.parquet").exists()
+
+
 def test_a_bare_environment_is_enough(tmp_path: Path) -> None:
     job = ROOT / "jobs/stub.yaml"
     done = subprocess.run(

@@ -11,6 +11,9 @@ from bulkgen.engine.devices import divide
 from bulkgen.errors import EngineError
 from bulkgen.records import Completion, Failure, Request
 
+# vLLM and torch warn of each other's deprecations while an engine loads.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 def settings(kind: str, **stub: Any) -> EngineSettings:
     if kind == "stub":

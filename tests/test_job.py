@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bulkgen.preparation import open_job_model
+from bulkgen.rundir import RunDir
+from bulkgen.spec import load_spec
 from tests.harness import Job, bulkgen, prompts
 
 MakeJob = Callable[..., Job]
@@ -246,7 +251,116 @@ def test_a_merge_that_was_cut_off_is_done_again(make_job: MakeJob) -> None:
     assert len(job.manifest("part")) == 1
 
 
+@pytest.mark.parametrize("output", ["out.parquet", "out/"])
+@pytest.mark.parametrize("damage", ["removed", "emptied", "no failures"])
+def test_an_output_that_is_no_longer_whole_is_made_again_without_the_engine(
+    make_job: MakeJob, output: str, damage: str
+) -> None:
+    job = make_job(prompts(30), output={"path": output, "file_rows": 10})
+    job.run()
+    file = job.output if output == "out.parquet" else job.output / "part-00001.parquet"
+    if damage == "no failures":
+        (job.run_folder / "failures.parquet").unlink()
+    elif damage == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(b"")
+    ended = job.run("--set", "engine.stub.die_on_start=9")
+    assert ended.code == 0, ended.err
+    assert_whole(job, [row["id"] for row in prompts(30)])
+    assert job.failures() == []
+
+
+def test_another_layout_is_made_without_the_engine(make_job: MakeJob) -> None:
+    job = make_job(prompts(30), output={"path": "out/"})
+    job.run()
+    assert job.run("--set", "output.file_rows=7", "--set", "engine.stub.die_on_start=9").code == 0
+    assert len(list(job.output.glob("*.parquet"))) == 5
+
+
+def test_a_spec_that_went_and_came_back_is_merged_again(make_job: MakeJob) -> None:
+    job = slow(make_job, 100)
+    job.run()
+    process = job.start("--set", "sampling.temperature=0.5")
+    wait_for_parts(job, len(job.manifest("part")) + 1, process)
+    process.terminate()
+    process.communicate()
+    assert job.run().code == 0
+    assert_whole(job, [row["id"] for row in prompts(100)])
+    report = json.loads(bulkgen("report", str(job.output), "--json").out)["whole"]
+    assert (report["outcome"], report["done"], report["pending"]) == ("finished", 100, 0)
+    assert json.loads(bulkgen("status", str(job.output), "--json").out)["state"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["schema.bin", "bucket-00.arrow", "refused.parquet", "keys.bin"])
+def test_a_plan_that_is_no_longer_whole_is_made_again(make_job: MakeJob, name: str) -> None:
+    job = make_job(prompts(30))
+    job.run()
+    job.output.unlink()
+    (job.run_folder / "plan" / name).unlink()
+    assert job.run().code == 0
+    assert_whole(job, [row["id"] for row in prompts(30)])
+
+
+def test_a_start_that_died_before_its_first_record_is_no_obstacle(make_job: MakeJob) -> None:
+    job = make_job(prompts(3), output={"path": "out/"})
+    (job.output / "_bulkgen" / "parts").mkdir(parents=True)
+    assert job.run().code == 0
+
+
+def test_what_the_stub_makes_up_never_stands_for_a_models_answers(make_job: MakeJob) -> None:
+    job = make_job(prompts(3), model="demo", engine={"max_model_len": 512})
+    models = [
+        open_job_model(load_spec(job.path, [f"engine.kind={kind}"]), print).fingerprint for kind in ("stub", "vllm")
+    ]
+    assert models[0] != models[1]
+
+
+def test_secrets_are_not_written_down(make_job: MakeJob) -> None:
+    job = make_job(prompts(3), engine={"env": {"HF_TOKEN": "hf_geheim", "VLLM_LOGGING_LEVEL": "INFO"}})
+    assert job.run().code == 0
+    for path in job.run_folder.rglob("*"):
+        assert not path.is_file() or b"hf_geheim" not in path.read_bytes(), path
+    assert "VLLM_LOGGING_LEVEL: INFO" in (job.run_folder / "job.yaml").read_text()
+
+
+def test_modules_in_the_working_directory_are_not_ours(make_job: MakeJob) -> None:
+    job = make_job(prompts(3))
+    (job.folder / "queue.py").write_text("raise SystemExit('not this one')")
+    (job.folder / "bulkgen").mkdir()
+    script = str(Path(sys.executable).with_name("bulkgen"))
+    done = subprocess.run([script, "run", "-q", "job.yaml"], cwd=job.folder, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- deaths and stops ----
+
+
+def test_nohup_survives_the_hang_up(make_job: MakeJob) -> None:
+    job = slow(make_job, 100)
+    command = ["nohup", sys.executable, "-m", "bulkgen", "run", "-q", str(job.path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_parts(job, 1, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+
+
+def test_looking_does_not_get_in_the_way(make_job: MakeJob) -> None:
+    run = RunDir(make_job(prompts(1)).folder)
+    script = (
+        "from pathlib import Path\nfrom bulkgen.rundir import RunDir\n"
+        f"while True: RunDir(Path({str(run.path)!r})).is_held()"
+    )
+    with run.held():
+        pass
+    looker = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        for _ in range(200):
+            with run.held():
+                pass
+    finally:
+        looker.kill()
+        looker.wait()
 
 
 def wait_for_parts(job: Job, parts: int, process: object) -> None:

@@ -13,6 +13,9 @@ import pytest
 
 from bulkgen.engine.launcher import Event, LocalLauncher
 
+# Replicas do not look for modules in the working directory; these lie in the checkout.
+ROOT = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+
 
 @pytest.fixture
 def launcher() -> Iterator[LocalLauncher]:
@@ -32,7 +35,7 @@ def wait_for(launcher: LocalLauncher, wanted: str) -> Event:
 
 
 def born(launcher: LocalLauncher, log: Path, replica: int = 0) -> dict[str, Any]:
-    launcher.start(replica, {"hello": "world"}, {"FAKE": "1"}, log)
+    launcher.start(replica, {"hello": "world"}, ROOT, log)
     message = wait_for(launcher, "born").message
     assert message is not None
     assert message["work"] == {"hello": "world"}
@@ -82,7 +85,7 @@ import sys, time
 from pathlib import Path
 from bulkgen.engine.launcher import LocalLauncher
 launcher = LocalLauncher("tests.fake_replica")
-launcher.start(0, {{}}, {{}}, Path({str(tmp_path / "log")!r}))
+launcher.start(0, {{}}, {ROOT!r}, Path({str(tmp_path / "log")!r}))
 while True:
     for event in launcher.events(1.0):
         print(launcher._processes[0].process.pid, event.message["child"], flush=True)

@@ -100,7 +100,7 @@ def test_a_row_is_committed_once(tmp_path: Path) -> None:
     assert not plan.commit(np.array([2, 3]))
     assert not plan.commit(np.array([4, 4]))
     assert sum(plan.pending(s)[0] for s in plan.shards) == 8
-    again = load_plan(tmp_path / "plan")
+    again = load_plan(tmp_path / "plan", writable=True)
     assert [row.ordinal for s in again.shards for row in again.read(s)] == [0, 3, 4, 5, 6, 7, 8, 9]
     again.forget_commits()
     assert sum(plan.pending(s)[0] for s in plan.shards) == 10
@@ -123,3 +123,13 @@ def test_a_writer_that_never_finished_leaves_no_plan(tmp_path: Path) -> None:
     writer.discard()
     assert list(tmp_path.iterdir()) == []
     assert write(tmp_path, [prompt(0, 3)]).rows == 1
+
+
+@pytest.mark.parametrize("name", ["keys.bin", "state.bin", "bucket-00.arrow", "plan.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_plan_that_is_not_whole_is_no_plan(tmp_path: Path, name: str, damage: str) -> None:
+    write(tmp_path, [prompt(i, 3) for i in range(5)])
+    path = tmp_path / "plan" / name
+    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises((FileNotFoundError, ValueError)):
+        load_plan(tmp_path / "plan")

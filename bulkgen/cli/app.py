@@ -1,9 +1,10 @@
 """Commands, options and exit codes."""
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,12 +69,13 @@ def run(
         except Stopped as e:
             raise Stopped(f"{e}; finished rows are committed, run the same command again to go on") from e
     if not quiet:
-        if outcome.note:
-            print(outcome.note)
-        render_report(outcome.report, _console())
-        print(f"output: {spec.output_path}")
-        if outcome.exit_code == EXIT_ROWS_FAILED:
-            print(f"failed rows, with reasons: {RunDir.of_output(spec.output_path).failures}")
+        with _for_whoever_listens():
+            if outcome.note:
+                print(outcome.note)
+            render_report(outcome.report, _console())
+            print(f"output: {spec.output_path}")
+            if outcome.exit_code == EXIT_ROWS_FAILED:
+                print(f"failed rows, with reasons: {RunDir.of_output(spec.output_path).failures}")
     raise typer.Exit(outcome.exit_code)
 
 
@@ -138,7 +140,35 @@ def demo_model() -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or no standard error at all
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _for_whoever_listens() -> Iterator[None]:
+    """Print what is nice to know: if nobody reads it, neither the result nor the exit code is another."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        _hush()
+
+
+def _open_standard_streams() -> None:
+    """Where one of them is closed (cron, daemons), nothing else that is opened may take its number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - by number, and for good
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _hush() -> None:
+    """Let what is left in the buffer of standard output go nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_json(value: Any) -> None:
@@ -148,7 +178,11 @@ def _print_json(value: Any) -> None:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console()
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the process with 1, whatever the command has to say
+
+    return PlainConsole()
 
 
 def _guarded(call: Callable[[], Any]) -> int:
@@ -164,22 +198,28 @@ def _guarded(call: Callable[[], Any]) -> int:
             _say(f"bulkgen: {visible(line, limit=4000)}")
         return e.exit_code
     except BrokenPipeError:
-        # The reader of our output has seen enough; what is left in the buffer has no place to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a table has seen enough. A run never comes here: it prints for whoever listens.
+        _hush()
         return 0
     except OSError as e:
         # Readers and writers of data speak for themselves; this is about the files around them.
-        _say(f"bulkgen: {e.filename or 'a file'}: {e.strerror or e}; free the place or give another, and run again")
+        _hush()
+        _say(f"bulkgen: {e.filename or 'standard output'}: {e.strerror or e}; free the place or give another")
         return DataError.exit_code
-    except Exception:
+    except Exception as e:
+        if hasattr(e, "show") and hasattr(e, "exit_code"):  # a usage error, whichever click typer brings along
+            with contextlib.suppress(OSError, ValueError):
+                e.show()
+            return int(e.exit_code)
         import traceback
 
-        traceback.print_exc()
+        _say(traceback.format_exc())
         _say("bulkgen: this is a bug in bulkgen; what was committed is safe, and running again goes on from there")
         return EXIT_BUG
 
 
 def main() -> None:
     """Entry point of the `bulkgen` command."""
+    _open_standard_streams()
     command = typer.main.get_command(app)
-    sys.exit(_guarded(lambda: command.main(standalone_mode=True)))
+    sys.exit(_guarded(lambda: command.main(standalone_mode=False)))

@@ -19,6 +19,8 @@ class Channel:
     """A replica's end. A thread listens, so that the death of the driver is noticed while the engine computes."""
 
     def __init__(self, fd: int) -> None:
+        # An engine's own children must not keep the line open: its end tells the driver of this replica's death.
+        os.set_inheritable(fd, False)
         self._socket = socket.socket(fileno=fd)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="channel", daemon=True).start()

@@ -96,12 +96,13 @@ class LocalLauncher:
         with theirs, log.open("ab") as out:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", self._module, str(theirs.fileno())],
+                    # -P: what lies in the user's working directory is no module of ours.
+                    [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **env},
+                    env={**os.environ, "PYTHONSAFEPATH": "1", **env},
                     # Ctrl-C in the terminal is the driver's to handle; and a group of its own can be ended whole.
                     start_new_session=True,
                 )

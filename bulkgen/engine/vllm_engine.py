@@ -12,6 +12,7 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from bulkgen.engine.contract import EngineSettings
@@ -87,7 +88,9 @@ class VllmEngine:
                 params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=stops)
                 name = str(request.index)
                 self._engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
-            except (ValueError, TypeError) as e:
+            except EngineDeadError as e:
+                raise EngineError(f"vLLM died: {_last_words(e)}") from e
+            except Exception as e:  # vLLM checks a request while it takes it, with errors of many kinds
                 self._refused.append(Failure(request.index, "refused_by_engine", _last_words(e)))
                 continue
             self._open[name] = stops

@@ -39,9 +39,9 @@ class PlannedRow:
 
 
 class Plan:
-    """A plan on disk. `state` is shared by all processes of a run: the driver writes it, replicas read it."""
+    """A plan on disk. `state` is shared by all processes of a run: the driver writes it, the others read it."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], writable: bool) -> None:
         self.folder = folder
         self.facts = facts
         self.rows: int = facts["rows"]
@@ -49,7 +49,9 @@ class Plan:
         self.shards = tuple(Shard(**s) for s in facts["shards"])
         self._keys: Keys = _mapped(folder / "keys.bin", KEY_TYPE, self.rows)
         self._order: Ordinals = _mapped(folder / "sorted.bin", np.dtype(np.int64), self.rows)
-        self.state: npt.NDArray[np.uint8] = _mapped(folder / "state.bin", np.dtype(np.uint8), self.rows, "r+")
+        self.state: npt.NDArray[np.uint8] = _mapped(
+            folder / "state.bin", np.dtype(np.uint8), self.rows, "r+" if writable else "r"
+        )
 
     def lookup(self, keys: Keys) -> Ordinals:
         """Ordinals of row keys, -1 for a key that is not in this plan. `keys`: fixed-width byte strings."""
@@ -106,9 +108,13 @@ class Plan:
                 yield PlannedRow(ordinal, whole(keys[i]), values[offsets[i] : offsets[i + 1]], max_tokens, overrides)
 
 
-def load_plan(folder: Path) -> Plan:
-    """Open a plan. Raises OSError or ValueError when there is no whole plan."""
-    return Plan(folder, json.loads((folder / "plan.json").read_text()))
+def load_plan(folder: Path, writable: bool = False) -> Plan:
+    """Open a plan; only who commits needs it writable. Raises FileNotFoundError or ValueError if it is not whole."""
+    facts = json.loads((folder / "plan.json").read_text())
+    for name, size in facts["files"].items():
+        if (folder / name).stat().st_size != size:
+            raise ValueError(f"{folder / name}: has not the size that it was written with")
+    return Plan(folder, facts, writable)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], rows: int | None = None, mode: Any = "r") -> npt.NDArray[Any]:

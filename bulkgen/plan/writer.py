@@ -146,6 +146,7 @@ class PlanWriter:
                 },
                 "shards": [asdict(s) for s in shards],
             }
+            facts["files"] = {file.name: file.stat().st_size for file in self.folder.iterdir()}
             (self.folder / "plan.json").write_text(json.dumps(facts))
             for file in self.folder.iterdir():
                 with file.open("rb+") as f:
@@ -155,7 +156,7 @@ class PlanWriter:
             sync_folder(self._final.parent)
         except OSError as e:
             raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
-        return load_plan(self._final)
+        return load_plan(self._final, writable=True)
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""

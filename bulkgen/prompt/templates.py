@@ -61,7 +61,7 @@ class Template:
         if _SELF in variables:
             variables[_OWN_SELF] = variables[_SELF]
         try:
-            return self._template.render({ROW: row, **variables})
+            return self._template.render({**variables, ROW: row})
         except UndefinedError as e:
             missing = sorted(self.required - variables.keys())
             if missing:

@@ -167,9 +167,10 @@ def _next(state: str, counts: Mapping[str, int], age_s: float | None) -> str:
     if state == "finished":
         bad = counts["failed"] + counts["refused"]
         return (
-            f"`bulkgen failures` shows why {figures.rows(bad)} failed"
+            f"failures.parquet in the run folder says why {figures.rows(bad)} failed"
             if bad
             else f"nothing to do; {again} generates new rows alone"
         )
     kept = figures.rows(counts["done"] + counts["failed"])
-    return f"{again} goes on; {kept} are committed and will not be generated again"
+    goes_on = f"{again} goes on; {kept} are committed and will not be generated again"
+    return f"mend what the message says, then {goes_on}" if state == "failed" else goes_on
