@@ -83,7 +83,7 @@ class Output:
         self._close_file()
         earlier = [] if self._file_rows is None else self._earlier_files()
         with writing(self._path):
-            for file in reversed(earlier):  # the last first: those that are left are always numbered from 0 on
+            for file in earlier:
                 file.unlink()
             for file in self._files:
                 _temporary(file).replace(file)
@@ -91,11 +91,9 @@ class Output:
 
     def _earlier_files(self) -> list[Path]:
         """The files that an earlier finish left in the folder. Raises OutputError for another's where ours belong."""
-        found: list[Path] = []
-        while (file := self._path / _NAME.format(len(found))).exists() and _is_output(file):
-            found.append(file)
-        for file in self._files[len(found) :]:
-            if file.exists():
+        found = sorted(file for file in self._path.glob("part-[0-9]*.parquet") if _is_output(file))
+        for file in self._files:
+            if file.exists() and file not in found:
                 raise OutputError(
                     f"{file}: is not an output of bulkgen and stands where one belongs; move it away and run again"
                 )
