@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_default_signals,
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -76,6 +78,12 @@ class Job:
         """Write the input: a str is a line as it stands."""
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (self.folder / name).write_text("".join(line + "\n" for line in lines))
+
+
+def _default_signals() -> None:
+    """As from a terminal, even where the tests run under nohup or as a shell's background job."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def bulkgen(*args: str, env: Mapping[str, str] | None = None) -> Ended:
