@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,35 @@ def test_messages_in_the_forms_that_data_have(demo: Model, value: Any, code: str
         assert texts(r, {"m": value}) == texts(r, {"m": [{"role": "user", "content": "hi"}]})
 
 
+@pytest.mark.parametrize("fault", ["1 / 0", "'{} {}'.format(1)", "range(10 ** 9)", "'x' * 10 ** 30"])
+def test_a_chat_template_that_fails_on_a_row_fails_that_row_alone(demo: Model, fault: str) -> None:
+    template = f"{{{{ messages[0].content }}}}{{% if messages[0].content == 'bad' %}}{{{{ {fault} }}}}{{% endif %}}"
+    r = renderer(demo, chat_template=template)
+    assert codes(r, {"p": "good"}, {"p": "bad"}, {"p": "good"}) == [None, "chat_template_error", None]
+
+
+def test_a_chat_templates_own_refusal_is_in_the_message(demo: Model) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    assert "roles must alternate" in texts(renderer(demo, chat_template=template), {"p": "x"})[0]
+
+
+def test_half_a_surrogate_pair_fails_its_row_alone(demo: Model) -> None:
+    fine, half = [f'[{{"role": "user", "content": "{c}"}}]' for c in ("fine", "a\\ud800")]
+    for model in (STUB, demo):
+        assert codes(renderer(model, messages="m"), {"m": fine}, {"m": half}, {"m": fine}) == [
+            None,
+            "bad_unicode",
+            None,
+        ]
+        for chat in (True, False):
+            assert codes(renderer(model, chat=chat), {"p": "x"}, {"p": "\udfff"}) == [None, "bad_unicode"]
+    assert "\\ud800" in texts(renderer(messages="m"), {"m": half})[0]
+
+
+def test_json_text_nested_without_end_fails_its_row() -> None:
+    assert codes(renderer(messages="m"), {"m": "[" * 100_000}) == ["bad_messages"]
+
+
 def test_chat_tokens_are_those_of_the_models_own_template(demo: Model) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -160,9 +190,33 @@ def test_a_default_provides_for_missing_and_null() -> None:
     assert r.columns == frozenset({"lang", "x", "t"})
 
 
-def test_a_broken_template_is_a_spec_error_with_its_line() -> None:
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ a | nosuch }}", "{{ a is nosuch }}"])
+def test_a_broken_template_is_a_spec_error_with_its_line(broken: str) -> None:
     with pytest.raises(SpecError, match=r"input.template: line 2 is not valid Jinja2"):
-        renderer(template="{{ a }}\n{% if %}")
+        renderer(template=f"{{{{ a }}}}\n{broken}")
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ messages | nosuch }}"])
+def test_a_broken_chat_template_is_a_spec_error_with_its_line(demo: Model, broken: str) -> None:
+    with pytest.raises(SpecError, match=r"input.chat_template: line 2 is not valid Jinja2"):
+        renderer(demo, chat_template=f"x\n{broken}")
+
+
+@pytest.mark.parametrize("name", ["range", "dict", "cycler", "joiner", "namespace", "lipsum"])
+def test_a_column_may_be_named_like_a_function_of_jinja(name: str) -> None:
+    r = renderer(template=f"{{{{ {name} }}}}")
+    assert r.columns == r.required == frozenset({name})
+    assert texts(r, {name: "text"}) == ["text"]
+    assert codes(r, {}, {name: None}) == ["missing_column"] * 2
+    assert texts(renderer(template=f"{{{{ {name} | default('none') }}}}"), {}) == ["none"]
+
+
+def test_a_function_of_jinja_stays_one_beside_a_column_of_its_name() -> None:
+    r = renderer(template="{% for i in range(n) %}{{ i }}{% endfor %}")
+    assert r.columns == frozenset({"n"})
+    assert texts(r, {"n": 3, "range": "a column"}) == ["012"]
+    assert texts(renderer(template="{% set range = 5 %}{{ range }}{{ a }}"), {"a": "x"}) == ["5x"]
+    assert texts(renderer(template="{% for dict in a %}{{ dict }}{% endfor %}"), {"a": ["x", "y"]}) == ["xy"]
 
 
 def test_the_context_limit_is_exact() -> None:
@@ -259,3 +313,50 @@ def test_a_model_is_the_same_wherever_it_lies(demo: Model, tmp_path: Any) -> Non
     assert demo.context_length == 8192
     (copy / "config.json").write_text('{"max_position_embeddings": 5}')
     assert open_model("copy", None, copy).fingerprint != demo.fingerprint
+
+
+def write_model(folder: Path, config: str = '{"max_position_embeddings": 64}', **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ('{"n_positions": 7}', 7),
+        ('{"text_config": {"max_position_embeddings": 7}}', 7),
+        ('{"text_config": [1]}', None),
+        ('{"max_position_embeddings": true}', None),
+        ("[]", None),
+    ],
+)
+def test_the_context_length_that_a_config_names(tmp_path: Path, config: str, length: int | None) -> None:
+    assert open_model("m", None, write_model(tmp_path / "m", config)).context_length == length
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "spiece.model"])
+def test_each_file_of_a_tokenizer_is_in_the_fingerprint(tmp_path: Path, file: str) -> None:
+    folder = write_model(tmp_path / "m")
+    seen = {open_model("m", None, folder).fingerprint}
+    for text in ("a", "b"):
+        (folder / file).write_text(text)
+        seen.add(open_model("m", None, folder).fingerprint)
+    assert len(seen) == 3
+
+
+def test_a_folder_without_a_tokenizer_is_a_spec_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"tokenizer cannot be loaded.*must bring a tokenizer.json"):
+        open_model("m", None, write_model(tmp_path / "m")).tokenizer()
+
+
+def test_a_models_own_code_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    ran = tmp_path / "ran"
+    own = '{"auto_map": {"AutoTokenizer": ["own.Own", null]}, "tokenizer_class": "Own"}'
+    folder = write_model(tmp_path / "m", tokenizer_config__json=own, own__py=f"open({str(ran)!r}, 'w')")
+    with pytest.raises(SpecError, match="tokenizer cannot be loaded"):
+        open_model("m", None, folder).tokenizer()
+    assert not ran.exists()

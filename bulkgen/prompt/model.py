@@ -11,7 +11,21 @@ from bulkgen.errors import SpecError
 from bulkgen.prompt.tokenizer import HubTokenizer, StubTokenizer, Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    # Where there is no tokenizer.json, these are the tokenizer.
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 _STUB_CONTEXT = 1 << 20
 
 
@@ -66,10 +80,12 @@ def _config(name: str, file: Path) -> dict[str, Any]:
 
 
 def _context_length(config: dict[str, Any]) -> int | None:
-    for section in (config, config.get("text_config") or {}):
+    nested = config.get("text_config")
+    for section in (config, nested if isinstance(nested, dict) else {}):
         for key in _CONTEXT_KEYS:
-            if isinstance(section.get(key), int):
-                return int(section[key])
+            value = section.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
     return None
 
 

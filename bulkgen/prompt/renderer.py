@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,10 @@ class Renderer:
                 f"model {model.path}: its tokenizer has no chat template; give one with input.chat_template: FILE, or "
                 "send plain text with input.chat: false"
             )
+        if source.chat:
+            # A chat template is compiled when first used. What it says to these messages is not the question here.
+            with suppress(RowError):
+                self._tokenizer.chat_text([{"role": "user", "content": "x"}], source.chat_template)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Token ids as text, special tokens shown."""
@@ -80,7 +85,7 @@ class Renderer:
                 if isinstance(row, BadRow):
                     raise RowError(row.code, row.message)
                 sampling.append(self._sampling(row))
-                texts.append(self._text(row))
+                texts.append(_sendable(self._text(row)))
             except RowError as e:
                 del sampling[len(texts) :]
                 refusals[i] = e
@@ -160,6 +165,18 @@ class Renderer:
         return self._tokenizer.chat_text(messages, source.chat_template)
 
 
+def _sendable(text: str) -> str:
+    """The text, if it has a UTF-8 form: JSON text inside a column and templates can bring half a surrogate pair."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            half = ascii(text[e.start])[1:-1]
+            reason = f"the prompt holds {half}, half of a surrogate pair, which is no character"
+            raise RowError("bad_unicode", reason) from e
+    return text
+
+
 def _column_text(row: Mapping[str, Any], column: str) -> str:
     if column not in row:
         raise RowError("missing_column", f"the row has no column {column!r}")
@@ -179,7 +196,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise RowError("bad_messages", f"column {column!r} is text, but not JSON: {e}") from e
     if value is None:
         raise RowError("null_prompt", f"column {column!r} is null")

@@ -42,22 +42,23 @@ class Template:
         env = _environment()
         try:
             tree = env.parse(source)
-        except TemplateSyntaxError as e:
-            raise SpecError(f"{key}: line {e.lineno} is not valid Jinja2: {e.message}") from e
-        self.columns = frozenset(meta.find_undeclared_variables(tree))
-        self.reads_row = ROW in self.columns
-        self.required = self.columns - {ROW} - _guarded(tree)
-        for name in tree.find_all(nodes.Name):
-            if name.name == _SELF:
-                name.name = _OWN_SELF
-        try:
+            for name in _globals_as_values(tree) & env.globals.keys():
+                del env.globals[name]
+            self._functions = frozenset(env.globals)
+            # Compiles, and so finds filters and tests that do not exist.
+            self.columns = frozenset(meta.find_undeclared_variables(tree))
+            self.reads_row = ROW in self.columns
+            self.required = self.columns - {ROW} - _guarded(tree)
+            for name_node in tree.find_all(nodes.Name):
+                if name_node.name == _SELF:
+                    name_node.name = _OWN_SELF
             self._template = env.from_string(tree)
         except TemplateSyntaxError as e:
             raise SpecError(f"{key}: line {e.lineno} is not valid Jinja2: {e.message}") from e
 
     def render(self, row: Mapping[str, Any]) -> str:
         """The text of one row. A null counts as missing. Raises RowError."""
-        variables = {name: value for name, value in row.items() if value is not None}
+        variables = {name: value for name, value in row.items() if value is not None and name not in self._functions}
         if _SELF in variables:
             variables[_OWN_SELF] = variables[_SELF]
         try:
@@ -74,6 +75,16 @@ class Template:
             raise RowError("template_error", f"{self._key}: {e.message}") from e
         except Exception as e:  # a template computes with the row's values: anything can go wrong in it
             raise RowError("template_error", f"{self._key}: {type(e).__name__}: {e}") from e
+
+
+def _globals_as_values(tree: nodes.Template) -> set[str]:
+    """Names that are read as values, never called or set: of Jinja's own functions (`range`, `dict`), these must be
+    columns. The function itself, printed, would be a prompt with a memory address in it.
+    """
+    called = {id(call.node) for call in tree.find_all(nodes.Call)}
+    names = [name for name in tree.find_all(nodes.Name) if id(name) not in called]
+    set_here = {name.name for name in names if name.ctx != "load"}
+    return {name.name for name in names} - set_here
 
 
 def _guarded(tree: nodes.Template) -> frozenset[str]:

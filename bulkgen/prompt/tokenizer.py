@@ -19,7 +19,10 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def chat_text(self, messages: Sequence[Message], template: str | None) -> str:
-        """Messages as the text that the model was trained on. Raises RowError if the template refuses them."""
+        """Messages as the text that the model was trained on.
+
+        Raises RowError if the template fails on these messages, SpecError if it would on any.
+        """
 
     def encode(self, texts: list[str], special: bool) -> list[Sequence[int]]:
         """Token ids; `special` adds what the tokenizer puts around a plain text (BOS, for one)."""
@@ -35,6 +38,7 @@ class HubTokenizer:
         # The generic fast tokenizer reads any tokenizer.json and, unlike AutoTokenizer, does not import torch.
         from transformers import PreTrainedTokenizerFast
 
+        self._name = name
         logging.getLogger("transformers").setLevel(logging.ERROR)
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
@@ -46,14 +50,20 @@ class HubTokenizer:
         self.chat_template: str | None = self._tokenizer.chat_template
 
     def chat_text(self, messages: Sequence[Message], template: str | None) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, chat_template=template, add_generation_prompt=True, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as e:
+        except TemplateSyntaxError as e:
+            whose = "input.chat_template" if template else f"model {self._name}: its chat template"
+            raise SpecError(f"{whose}: line {e.lineno} is not valid Jinja2: {e.message}") from e
+        except TemplateError as e:
             raise RowError("chat_template_error", f"the model's chat template refuses these messages: {e}") from e
+        except Exception as e:  # a template computes with what the row holds: anything can go wrong in it
+            reason = f"the model's chat template fails on these messages: {type(e).__name__}: {e}"
+            raise RowError("chat_template_error", reason) from e
         return text
 
     def encode(self, texts: list[str], special: bool) -> list[Sequence[int]]:
@@ -71,7 +81,8 @@ def _slow_tokenizer(name: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        # Said outright, since the library would otherwise ask on the terminal whether to run the model's own code.
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         if tokenizer.backend_tokenizer is None:
             raise ValueError("has no fast tokenizer")
         return tokenizer
