@@ -110,6 +110,8 @@ class Generation:
 
         Raises EngineError when no replica is left to work, OutputError when parts cannot be written.
         """
+        if not self._rows_left:
+            return True
         try:
             _end_torn_line(self._run.timeline_log)
             for number in range(len(self._seats)):

@@ -5,18 +5,17 @@
 What is committed is in the manifest; a start goes on from there, whatever happened to the one before it.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import socket
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import yaml
 
@@ -27,7 +26,6 @@ from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
 from bulkgen.generation import Generation, ReplicaSetup
 from bulkgen.plan import Plan, load_plan
 from bulkgen.preparation import (
-    SCHEMA_FILE,
     check_output,
     context_length,
     open_data,
@@ -153,8 +151,7 @@ class _Start:
         self._sweep()
         if self.dataset.left_out:
             self.say(f"not read, since their names begin with _ or a dot: {', '.join(self.dataset.left_out)}")
-        setups = replica_setups(self.spec, self.model, self.max_model_len)
-        chosen = [{"args": dict(s.settings.args), "env": dict(s.env)} for s in setups]
+        chosen = [{"args": dict(s.settings.args), "env": dict(s.env)} for s in self._setups]
         with whole_file(self.run.job) as path:
             job = _without_secrets(self.spec.resolved() | {"chosen": {"replicas": chosen}})
             path.write_text(yaml.safe_dump(job, sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -173,6 +170,11 @@ class _Start:
             }
         )
 
+    @cached_property
+    def _setups(self) -> list[ReplicaSetup]:
+        """Engine settings and share of the machine of each replica; asks the machine what it has."""
+        return replica_setups(self.spec, self.model, self.max_model_len)
+
     def _sweep(self) -> None:
         """Remove what a killed start left half done: parts that never came into the manifest, temporaries."""
         known = {part["name"] for part in self.manifest.of("part")}
@@ -189,7 +191,7 @@ class _Start:
             self.dataset,
             self.model,
             self.run,
-            self._plan_facts(),
+            {"made_from": self._plan_made_from()},
             self.stop.check,
             self._show_planning,
         )
@@ -215,12 +217,9 @@ class _Start:
         )
         return plan
 
-    def _plan_facts(self) -> dict[str, Any]:
-        shards = self.spec.shards.model_dump(mode="json")
-        return {
-            "made_from": _digest(self.content_key, shards, self.spec.engine.replicas),
-            "max_model_len": self.max_model_len,
-        }
+    def _plan_made_from(self) -> str:
+        """What shapes the plan: the rows as sent, and how they are cut into shards."""
+        return _digest(self.content_key, self.spec.shards.model_dump(mode="json"), self.spec.engine.replicas)
 
     def _planned_before(self) -> Plan | None:
         """The plan that an earlier start left, if it is of the same input and settings."""
@@ -228,7 +227,7 @@ class _Start:
             plan = load_plan(self.run.plan, writable=True)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return plan if plan.facts["made_from"] == self._plan_facts()["made_from"] else None
+        return plan if plan.facts["made_from"] == self._plan_made_from() else None
 
     def _mark_committed(self, plan: Plan) -> None:
         plan.forget_commits()
@@ -259,22 +258,20 @@ class _Start:
         text = json.dumps(about | asdict(state) | {"replicas": self.spec.engine.replicas})
         # Not synced: after a crash of the machine the manifest tells, this is for those who look on.
         temporary = self.run.progress.with_suffix(".tmp")
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.write_text(text)
             temporary.replace(self.run.progress)
 
     # ---- generate ----
 
     def _generate(self, plan: Plan) -> None:
-        if not np.any([plan.pending(shard)[0] for shard in plan.shards]):
-            return
         generation = Generation(
             run=self.run,
             manifest=self.manifest,
             plan=plan,
             start=self.number,
             launcher=LocalLauncher("bulkgen.replica"),
-            setups=replica_setups(self.spec, self.model, self.max_model_len),
+            setups=self._setups,
             work=self._work,
             max_restarts=self.spec.engine.max_restarts,
             show=self._show,
@@ -307,7 +304,7 @@ class _Start:
         began = time.monotonic()
         state = ProgressState(rows=plan.rows, refused=plan.refused)
         self._show("merging", state)
-        schema = pa.ipc.read_schema(pa.py_buffer((self.run.plan / SCHEMA_FILE).read_bytes()))
+        schema = pa.ipc.read_schema(pa.py_buffer(self.run.schema.read_bytes()))
 
         self.manifest.append({"record": "merging", "start": self.number, "time": time.time()})
 

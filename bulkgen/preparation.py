@@ -21,8 +21,6 @@ from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir
 from bulkgen.spec import JobSpec, check_collisions, check_sampling_value
 
-SCHEMA_FILE = "schema.bin"
-
 
 def open_data(spec: JobSpec) -> DataSet:
     """The job's input files; the job's own output and run folder are never among them."""
@@ -40,10 +38,10 @@ def open_job_model(spec: JobSpec, say: Callable[[str], None]) -> Model:
 
 def context_length(spec: JobSpec, model: Model) -> int:
     """Tokens that prompt and output may have together: the spec's wish, else what the model was made for."""
-    wanted, known = spec.engine.max_model_len, model.context_length
-    if wanted is None and known is None:
+    length = spec.engine.max_model_len or model.context_length
+    if length is None:
         raise SpecError(f"model {spec.model}: its config names no context length; set engine.max_model_len")
-    return wanted if wanted is not None else known  # type: ignore[return-value]  # one of them is known
+    return length
 
 
 def check_output(spec: JobSpec, run: RunDir) -> None:
@@ -117,7 +115,7 @@ def plan_rows(
         schema = dataset.schema()
         if rows:
             check_columns(spec, renderer.required, dataset.columns_seen())
-        (writer.folder / SCHEMA_FILE).write_bytes(schema.serialize().to_pybytes())
+        (writer.folder / run.schema.name).write_bytes(schema.serialize().to_pybytes())
         return writer.finish(facts, spec.shards.rows(), spec.engine.replicas)
     except BaseException:
         writer.discard()

@@ -36,6 +36,7 @@ class RunDir:
         self.plan = path / "plan"
         self.parts = path / "parts"
         self.refused = path / "plan" / "refused.parquet"
+        self.schema = path / "plan" / "schema.bin"
         self.failures = path / "failures.parquet"
         self.report = path / "report.parquet"
         self.shards = path / "shards.parquet"
@@ -137,16 +138,15 @@ class Manifest:
     def __init__(self, path: Path) -> None:
         """Open for appending; a last line that a crash tore is cut off, since it was never acknowledged."""
         self.path = path
-        self.records = read_manifest(path)
+        self.records, self._size = _read_whole_records(path)
         try:
             self._file = path.open("ab", buffering=0)
-            self._size = _whole_bytes(path)
             self._file.truncate(self._size)
         except OSError as e:
             raise OutputError(f"{path}: cannot open the manifest ({e.strerror or e})") from e
         if not self.records:
             self.append({"record": "format", "format": FORMAT, "bulkgen": __version__})
-            sync_folder(path.parent)
+            sync(path.parent)
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one record and sync it to disk."""
@@ -178,10 +178,15 @@ def read_manifest(path: Path) -> list[dict[str, Any]]:
 
     Raises OutputError for a manifest of another format or one that is damaged before its end.
     """
+    return _read_whole_records(path)[0]
+
+
+def _read_whole_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole records of a manifest, and how many bytes they take."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return []
+        return [], 0
     except OSError as e:
         raise OutputError(f"{path}: cannot read the manifest ({e.strerror or e})") from e
     records = []
@@ -199,12 +204,7 @@ def read_manifest(path: Path) -> list[dict[str, Any]]:
             f"{path}: written in format {records[0].get('format')!r}, this bulkgen reads format {FORMAT}; "
             "choose a new output or the bulkgen version that wrote it"
         )
-    return records
-
-
-def _whole_bytes(path: Path) -> int:
-    data = path.read_bytes()
-    return data.rfind(b"\n") + 1
+    return records, data.rfind(b"\n") + 1
 
 
 class RunLog:
@@ -229,10 +229,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         yield temporary
-        with temporary.open("rb+") as f:
-            os.fsync(f.fileno())
+        sync(temporary)
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as e:
         raise OutputError(f"{path}: cannot be written ({e.strerror or e})") from e
     finally:
@@ -240,9 +239,9 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content durable, or a folder's renames and new names."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -18,8 +18,9 @@ import pytest
 from rich.console import Console
 
 from bulkgen.errors import OutputError
-from bulkgen.report import Report, load_report, render_report, report_json, summarize, write_reports
+from bulkgen.report import Report, render_report, report_json, summarize, write_reports
 from bulkgen.rundir import RunDir, read_manifest
+from tests.harness import bulkgen
 
 PART_SCHEMA = pa.schema(
     [
@@ -614,9 +615,10 @@ class TestFiles:
         with pytest.raises(OutputError, match=r"report.parquet: cannot be written"):
             write_reports(report, run.dir)
 
-    def test_load_report_needs_no_report_file(self, run: Run) -> None:
+    def test_the_command_needs_no_report_file(self, run: Run) -> None:
         killed_and_resumed(run)
-        assert load_report(run.dir.path).whole == run.report().whole
+        shown = json.loads(bulkgen("report", str(run.dir.path), "--json").out)
+        assert shown["whole"] == json.loads(json.dumps(report_json(run.report())))["whole"]
 
 
 def test_json_has_the_columns_of_the_report_file(run: Run) -> None:

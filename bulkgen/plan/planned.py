@@ -81,7 +81,7 @@ class Plan:
 
     def read(self, shard: Shard) -> Iterator[PlannedRow]:
         """The pending rows of a shard, in input order; one batch of the bucket in memory at a time."""
-        sizes = self.facts["buckets"][str(shard.bucket)]["batch_rows"]
+        sizes = self.facts["batch_rows"][str(shard.bucket)]
         ends = np.cumsum(sizes)
         end = shard.first + shard.rows
         with pa.memory_map(str(self.folder / f"bucket-{shard.bucket:02d}.arrow")) as source:

@@ -1,7 +1,6 @@
 """Writing a plan, one pass, bounded memory: some tens of bytes a row, and one unwritten batch a bucket."""
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from bulkgen.plan.buckets import cut_shards, shard_rows
 from bulkgen.plan.keys import KEY_TYPE, make_unique
 from bulkgen.plan.planned import PENDING, PLAN_SCHEMA, REFUSED, ROW_TYPE, Plan, load_plan
 from bulkgen.records import Prompt, RefusedRow, Shard
-from bulkgen.rundir import sync_folder
+from bulkgen.rundir import sync
 
 # A batch is the least that a shard can read; shards begin and end inside of batches.
 _BATCH_ROWS = 1024
@@ -139,21 +138,16 @@ class PlanWriter:
             facts = facts | {
                 "rows": self._rows,
                 "refused": len(self._refused),
-                "prompt_tokens": sum(s.prompt_tokens for s in shards),
-                "budget_tokens": sum(s.budget_tokens for s in shards),
-                "buckets": {
-                    str(n): {"longest": b.longest, "batch_rows": b.batch_rows} for n, b in self._buckets.items()
-                },
+                "batch_rows": {number: bucket.batch_rows for number, bucket in self._buckets.items()},
                 "shards": [asdict(s) for s in shards],
             }
             facts["files"] = {file.name: file.stat().st_size for file in self.folder.iterdir()}
             (self.folder / "plan.json").write_text(json.dumps(facts))
             for file in self.folder.iterdir():
-                with file.open("rb+") as f:
-                    os.fsync(f.fileno())
+                sync(file)
             shutil.rmtree(self._final, ignore_errors=True)
             self.folder.rename(self._final)
-            sync_folder(self._final.parent)
+            sync(self._final.parent)
         except OSError as e:
             raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
         return load_plan(self._final, writable=True)

@@ -135,8 +135,8 @@ class Renderer:
 
     def _identity(self, batch: RowBatch, i: int) -> bytes:
         row = batch.rows[i]
-        known = self._source.id is not None and not isinstance(row, BadRow)
-        return identity(row.get(self._source.id) if known else None, batch.file, batch.positions[i])  # type: ignore[union-attr,arg-type]
+        row_id = None if isinstance(row, BadRow) or self._source.id is None else row.get(self._source.id)
+        return identity(row_id, batch.file, batch.positions[i])
 
     def _sampling(self, row: Mapping[str, Any]) -> tuple[int, str]:
         """A row's max_tokens, and its other own parameters as JSON. Null means the job's default."""

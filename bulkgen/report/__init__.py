@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bulkgen.report.progress import Progress
     from bulkgen.report.render import render_report
     from bulkgen.report.status import Status, load_status, render_status, status_json
-    from bulkgen.report.summary import load_report, summarize
+    from bulkgen.report.summary import summarize
 
 __all__ = [
     "Meter",
@@ -28,7 +28,6 @@ __all__ = [
     "StartReport",
     "Status",
     "Tally",
-    "load_report",
     "load_status",
     "render_report",
     "render_status",
@@ -47,7 +46,7 @@ _HOMES = {
     "progress": ("Progress",),
     "render": ("render_report",),
     "status": ("Status", "load_status", "render_status", "status_json"),
-    "summary": ("load_report", "summarize"),
+    "summary": ("summarize",),
 }
 
 

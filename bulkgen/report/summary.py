@@ -27,13 +27,7 @@ from bulkgen.report.model import (
     TokenCounts,
 )
 from bulkgen.report.parts import InPlan, Part
-from bulkgen.rundir import RunDir, read_manifest
-
-
-def load_report(folder: Path, *, in_plan: InPlan | None = None) -> Report:
-    """The report of a run folder as it stands: ended, killed or at work. See `summarize`."""
-    run = RunDir(folder)
-    return summarize(run, read_manifest(run.manifest), in_plan=in_plan, alive=run.is_held())
+from bulkgen.rundir import RunDir
 
 
 def summarize(run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None = None, alive: bool = False) -> Report:

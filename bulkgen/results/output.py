@@ -1,6 +1,5 @@
 """The finished output: one Parquet file, or a folder of them, put in place only when everything is written."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from bulkgen.errors import OutputError
 from bulkgen.records import RESULT_COLUMNS
 from bulkgen.results.disk import ParquetSink, writing
 from bulkgen.results.parts import PART_SCHEMA
-from bulkgen.rundir import sync_folder
+from bulkgen.rundir import sync
 
 _NAME = "part-{:05d}.parquet"
 _TEMPORARY = ".tmp-{}"
@@ -69,8 +68,8 @@ class Output:
             return
         self._sink.close()
         self._sink = None
-        with writing(self._files[-1]), _temporary(self._files[-1]).open("rb+") as f:
-            os.fsync(f.fileno())
+        with writing(self._files[-1]):
+            sync(_temporary(self._files[-1]))
 
     def finish(self) -> None:
         """Put the files in their place. Raises OutputError.
@@ -87,7 +86,7 @@ class Output:
                 file.unlink()
             for file in self._files:
                 _temporary(file).replace(file)
-            sync_folder(self._folder)
+            sync(self._folder)
 
     def _earlier_files(self) -> list[Path]:
         """The files that an earlier finish left in the folder. Raises OutputError for another's where ours belong."""

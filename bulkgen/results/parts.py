@@ -88,18 +88,16 @@ def failed_row(key: bytes, shard: int, f: Failure) -> PartRow:
     return PartRow(key, shard, FAILED, None, None, None, None, None, None, None, None, None, f.code, f.message)
 
 
-def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> int:
-    """Write a part under a temporary name, sync it, rename it; returns its size in bytes. Raises OutputError."""
+def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:
+    """Write a part under a temporary name, sync it, rename it. Raises OutputError."""
     final = folder / name
-    with whole_file(final) as path:
-        with ParquetSink(path, final, PART_SCHEMA, _DICTIONARY) as sink:
-            for chunk in _chunks(rows):
-                columns = [
-                    as_column(values, field.type)
-                    for values, field in zip(zip(*chunk, strict=True), PART_SCHEMA, strict=True)
-                ]
-                sink.write(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
-        return path.stat().st_size
+    with whole_file(final) as path, ParquetSink(path, final, PART_SCHEMA, _DICTIONARY) as sink:
+        for chunk in _chunks(rows):
+            columns = [
+                as_column(values, field.type)
+                for values, field in zip(zip(*chunk, strict=True), PART_SCHEMA, strict=True)
+            ]
+            sink.write(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
 
 
 def _chunks(rows: Sequence[PartRow]) -> Iterator[Sequence[PartRow]]:
