@@ -6,7 +6,8 @@
     ├── HeldError            5   another run holds the output
     ├── DataError            6   input or output unusable
     │   ├── InputError
-    │   └── OutputError
+    │   ├── OutputError
+    │   └── TooManyFailures
     └── Stopped             75   stopped before the end, can be resumed
 
     RowError                     one row cannot be sent; becomes a recorded Failure, never leaves its stage
@@ -56,6 +57,10 @@ class InputError(DataError):
 
 class OutputError(DataError):
     """The output or the run folder cannot be written."""
+
+
+class TooManyFailures(DataError):
+    """More rows fail than the user allows, or all that were tried: the job is plainly wrong."""
 
 
 class Stopped(BulkgenError):

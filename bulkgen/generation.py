@@ -10,19 +10,24 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bulkgen.engine import EngineSettings
+import numpy as np
+
+from bulkgen.backlog import Backlog, Lot, lots_of
 from bulkgen.engine.launcher import Event, Launcher
-from bulkgen.errors import BulkgenError, EngineError, OutputError
+from bulkgen.engine.memory import KILLED
+from bulkgen.errors import BulkgenError, EngineError, OutputError, TooManyFailures
+from bulkgen.feed import Suspect
 from bulkgen.plan import Plan
-from bulkgen.records import EngineStats
+from bulkgen.records import EngineStats, Failure
 from bulkgen.replica import Work
 from bulkgen.report import Meter, ProgressState, Tally
-from bulkgen.results import read_keys
+from bulkgen.results import About, failed_row, read_keys, write_part
 from bulkgen.rundir import Manifest, RunDir
+from bulkgen.seat import SUMS, Limits, ReplicaSetup, Seat
 
 _TICK_S = 0.25
 _RECORD_EVERY_S = 1.0
@@ -31,33 +36,7 @@ _STOP_GRACE_S = 6.0
 _CLOSE_GRACE_S = 30.0
 # An engine that has said its last word may still free its device in an orderly way.
 _EXIT_GRACE_S = 2.0
-_SUMS = ("done", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "budget_tokens")
 _COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSetup:
-    """One replica's engine and its share of the machine."""
-
-    settings: EngineSettings
-    env: Mapping[str, str]
-    cores: tuple[int, ...] | None
-
-
-@dataclass(slots=True)
-class _Seat:
-    """One replica as the driver knows it, over all its incarnations."""
-
-    setup: ReplicaSetup
-    incarnation: int = -1
-    state: Literal["starting", "working", "closed", "dead"] = "dead"
-    shards: list[int] = field(default_factory=list)
-    restarts: int = 0
-    was_ready: bool = False
-    last_words: str = ""
-    stats: EngineStats | None = None
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0))
-    committed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0))
 
 
 class Generation:
@@ -73,7 +52,8 @@ class Generation:
         launcher: Launcher,
         setups: list[ReplicaSetup],
         work: Callable[[int, int, ReplicaSetup], Work],
-        max_restarts: int,
+        settings_key: str,
+        limits: Limits,
         show: Callable[[str, ProgressState], None],
         say: Callable[[str], None],
         stopped: Callable[[], bool],
@@ -83,26 +63,20 @@ class Generation:
         self._plan = plan
         self._start = start
         self._launcher = launcher
-        self._seats = [_Seat(setup) for setup in setups]
+        self._seats = [Seat(setup) for setup in setups]
         self._work = work
-        self._max_restarts = max_restarts
+        self._limits = limits
         self._show = show
         self._say = say
         self._stopped = stopped
-        self._todo: deque[int] = deque()
-        self._rows_left = 0
-        prompt_tokens = budget_tokens = 0
-        for shard in plan.shards:
-            rows, prompts, budgets = plan.pending(shard)
-            if rows:
-                self._todo.append(shard.shard)
-                self._rows_left += rows
-                prompt_tokens += prompts
-                budget_tokens += budgets
+        self._backlog = Backlog(plan)
+        self._rows_left = self._backlog.rows
         self._rows_before = plan.rows - plan.refused - self._rows_left
-        self._committed = dict.fromkeys(_SUMS, 0)
+        self._committed = dict.fromkeys(SUMS, 0)
         self._wants: deque[int] = deque()
-        self._meter = Meter(prompt_tokens, budget_tokens)
+        self._verdicts = 0
+        self._settings_key = settings_key
+        self._meter = Meter(self._backlog.prompt_tokens, self._backlog.budget_tokens)
         self._record_due = 0.0
 
     def run(self) -> bool:
@@ -116,15 +90,26 @@ class Generation:
             _end_torn_line(self._run.timeline_log)
             for number in range(len(self._seats)):
                 self._launch(number)
-            while self._rows_left and not self._stopped():
+            too_many = None
+            while self._rows_left and not self._stopped() and not too_many:
                 self._step()
+                too_many = self._too_many_failures()
             self._end("close" if not self._rows_left else "stop")
             self._launcher.close(_EXIT_GRACE_S)
+            if too_many and self._rows_left:
+                raise TooManyFailures(
+                    f"{too_many}; `bulkgen failures` tells why. What is finished is committed; mend the job, or go on "
+                    "all the same with --max-failures 100%"
+                )
             return not self._rows_left
         finally:
             self._launcher.close(0.0)
             for number in range(len(self._seats)):
                 self._record_closed(number)
+
+    def _too_many_failures(self) -> str | None:
+        failed = self._committed["failed"] + self._plan.refused
+        return self._limits.failures.exceeded(failed, failed + self._committed["done"] + self._rows_before)
 
     def _end(self, word: str) -> None:
         grace_s = _CLOSE_GRACE_S if word == "close" else _STOP_GRACE_S
@@ -142,11 +127,41 @@ class Generation:
     def _step(self) -> None:
         for event in self._launcher.events(_TICK_S):
             self._handle(event)
-        while self._wants and self._todo:
-            number, shard = self._wants.popleft(), self._todo.popleft()
-            self._seats[number].shards.append(shard)
-            self._launcher.send(number, {"type": "shard", "shard": shard})
+        for number, seat in enumerate(self._seats):
+            if seat.is_due:
+                self._launch(number)
+            elif (why := seat.overdue(self._limits)) is not None:
+                seat.last_words = why
+                self._launcher.kill(number)
+        self._hand_out()
         self._record()
+
+    def _hand_out(self) -> None:
+        """Give shards to whom asked for one. A replica that tries suspects has nothing beside them in its engine."""
+        asked, self._wants = self._wants, deque()
+        for number in asked:
+            seat = self._seats[number]
+            if seat.trial:
+                seat.trial = [row for row in seat.trial if not self._plan.is_committed(row[1])]
+            if not seat.trial and seat.inquest.open:
+                self._try_suspects(number)
+            if seat.trial or seat.inquest.open or not self._backlog:
+                self._wants.append(number)
+                continue
+            lot = self._backlog.next()
+            seat.holds.append(lot)
+            self._send(number, lot)
+        if self._rows_left and self._rows_left == sum(len(seat.inquest.accused) for seat in self._seats):
+            self._judge_without_others()
+
+    def _try_suspects(self, number: int) -> None:
+        seat = self._seats[number]
+        seat.trial = seat.inquest.next_group()
+        for lot in lots_of(seat.trial):
+            self._send(number, lot, unasked=True)
+
+    def _send(self, number: int, lot: Lot, unasked: bool = False) -> None:
+        self._launcher.send(number, {"type": "shard", "shard": lot[0], "rows": lot[1], "unasked": unasked})
 
     def _handle(self, event: Event) -> None:
         if event.death is not None:
@@ -160,13 +175,11 @@ class Generation:
             case "want":
                 self._wants.append(number)
             case "stats":
-                seat.stats = EngineStats(**message["engine"])
-                seat.rows = message["rows"]
-                self._observe(number, message["time"])
+                self._observe(number, seat.tell(message), message["time"])
             case "part":
                 self._commit(number, message)
             case "ready":
-                seat.state, seat.was_ready = "working", True
+                seat.ready()
                 self._append("ready", number, {k: v for k, v in message.items() if k != "type"})
             case "closed":
                 seat.state = "closed"
@@ -175,19 +188,52 @@ class Generation:
                 if message["kind"] == "output":
                     raise OutputError(message["message"])
 
-    def _observe(self, number: int, at: float) -> None:
-        seat = self._seats[number]
-        if seat.stats is not None:
-            tally = Tally(
-                engine_prompt_tokens=seat.stats.prompt_tokens,
-                engine_output_tokens=seat.stats.output_tokens,
-                finished_prompt_tokens=seat.rows["prompt_tokens"],
-                finished_output_tokens=seat.rows["output_tokens"],
-                finished_budget_tokens=seat.rows["budget_tokens"],
-            )
-            self._meter.observe(at, (number, seat.incarnation), tally)
+    def _lived(self, seat: Seat) -> None:
+        """A replica finished a row: what died alone in its engine before did not die of the engine."""
+        seat.finished_any = True
+        self._convict(seat.inquest.lived())
 
-    def _commit(self, number: int, part: dict[str, Any]) -> None:
+    def _convict(self, rows: list[Suspect]) -> None:
+        """Record rows as failed that killed the engine while they were alone in it."""
+        if not rows:
+            return
+        self._verdicts += 1
+        name = f"part-s{self._start:04d}-poison-{self._verdicts:06d}.parquet"
+        keys = self._plan.keys_of(np.array([ordinal for _, ordinal in rows]))
+        reason = "the engine died each time that it had this row, at last with no other row in it"
+        records = [
+            failed_row(
+                About(
+                    key=key,
+                    shard=shard,
+                    attempts=self._plan.offers.attempts(ordinal),
+                    settings_key=self._settings_key,
+                ),
+                Failure(ordinal, "poison", reason),
+            )
+            for key, (shard, ordinal) in zip(keys, rows, strict=True)
+        ]
+        write_part(self._run.parts, name, records)
+        sums = dict.fromkeys(SUMS, 0) | {"failed": len(rows)}
+        self._commit(
+            None, {"name": name, "rows": len(rows), **sums, "first_offered_at": None, "last_completed_at": None}
+        )
+        self._say(f"{len(rows)} row{'s' if len(rows) > 1 else ''} failed as poison: {reason}")
+
+    def _observe(self, number: int, stats: EngineStats, at: float) -> None:
+        seat = self._seats[number]
+        if seat.rows["done"]:
+            self._lived(seat)
+        tally = Tally(
+            engine_prompt_tokens=stats.prompt_tokens,
+            engine_output_tokens=stats.output_tokens,
+            finished_prompt_tokens=seat.rows["prompt_tokens"],
+            finished_output_tokens=seat.rows["output_tokens"],
+            finished_budget_tokens=seat.rows["budget_tokens"],
+        )
+        self._meter.observe(at, (number, seat.incarnation), tally)
+
+    def _commit(self, number: int | None, part: dict[str, Any]) -> None:
         """Take a part into the manifest, if each of its rows is of this plan and was not committed before."""
         ordinals = self._plan.lookup(read_keys(self._run.parts / part["name"]))
         if len(ordinals) != part["rows"] or (ordinals < 0).any() or not self._plan.commit(ordinals):
@@ -197,52 +243,77 @@ class Generation:
             )
         self._append("part", number, {"plan": self._start} | {k: v for k, v in part.items() if k != "type"})
         self._rows_left -= part["rows"]
-        for sums in (self._committed, self._seats[number].committed):
-            for key in _SUMS:
+        for sums in (self._committed, *([] if number is None else [self._seats[number].committed])):
+            for key in SUMS:
                 sums[key] += part[key]
 
-    def _append(self, kind: str, number: int, about: Mapping[str, Any]) -> None:
-        where = {"start": self._start, "replica": number, "incarnation": self._seats[number].incarnation}
+    def _append(self, kind: str, number: int | None, about: Mapping[str, Any]) -> None:
+        """`number` is None for what the driver did itself, which the manifest has as replica -1."""
+        replica, incarnation = (-1, -1) if number is None else (number, self._seats[number].incarnation)
+        where = {"start": self._start, "replica": replica, "incarnation": incarnation}
         self._manifest.append({"record": kind, **where, **about})
 
     def _launch(self, number: int) -> None:
         seat = self._seats[number]
-        seat.incarnation += 1
-        seat.state, seat.stats = "starting", None
-        seat.rows, seat.committed = dict.fromkeys(_SUMS, 0), dict.fromkeys(_SUMS, 0)
+        seat.begin()
         work = self._work(number, seat.incarnation, seat.setup)
         self._launcher.start(number, asdict(work), seat.setup.env, self._run.engine_log(number))
 
     def _bury(self, number: int, reason: str) -> None:
-        """A replica died: its uncommitted rows go back, and it is started again as long as that has sense."""
+        """A replica died: its rows go back, those in its engine as suspects, and it is started again if that helps."""
         seat = self._seats[number]
         self._record_closed(number)
         seat.state = "dead"
         self._meter.lose((number, seat.incarnation))
         self._wants = deque(n for n in self._wants if n != number)
-        pending = (s for s in seat.shards if self._plan.pending(self._plan.shards[s])[0])
-        self._todo.extendleft(reversed(list(pending)))
-        seat.shards = []
         words = f"{reason}: {seat.last_words}" if seat.last_words else reason
-        if not self._todo:
+        in_engine, lived = self._backlog.take_back(seat.holds, seat.trial)
+        if lived or seat.rows["done"]:
+            self._lived(seat)
+        seat.inquest.died(in_engine, alone=len(seat.trial) == 1)
+        seat.holds, seat.trial = [], []
+        if not seat.was_ready or seat.inquest.deaths > self._limits.max_restarts:
+            self._lose(number, words)
+            return
+        if not self._backlog and not seat.inquest.open and not seat.inquest.accused:
             self._say(f"replica {number} died ({words}); the others have all that is left")
-        elif seat.was_ready and seat.restarts < self._max_restarts:
-            seat.restarts += 1
-            self._say(f"replica {number} died ({words}); starting it again")
-            self._launch(number)
-            self._append("restart", number, {"time": time.time(), "reason": words})
-        elif all(s.state == "dead" for s in self._seats):
-            raise EngineError(self._obituary(number, words))
-        else:
+            return
+        seat.wait()
+        suspects = f", {len(in_engine)} rows of it are tried by themselves" if in_engine else ""
+        self._say(f"replica {number} died ({words}); starting it again{suspects}")
+        self._append("restart", number, {"time": time.time(), "reason": words, "in_engine": len(in_engine)})
+
+    def _judge_without_others(self) -> None:
+        """Nothing is left to prove engines by but the accused themselves: what they did before counts."""
+        for seat in self._seats:
+            if any(other.finished_any for other in self._seats):
+                self._convict(seat.inquest.lived())
+            else:
+                seat.inquest.try_again()
+
+    def _lose(self, number: int, words: str) -> None:
+        """Go on without a replica, if there is another; its suspects are rows like any other to the rest."""
+        seat = self._seats[number]
+        accused = list(seat.inquest.accused)
+        self._backlog.put_back(lots_of(seat.inquest.give_up()))
+        if any(s.state != "dead" for s in self._seats):
             self._say(f"replica {number} died ({words}); going on without it")
+        elif self._rows_before and len(accused) == self._rows_left:
+            # Earlier starts did all the others with this model and these settings.
+            self._convict(accused)
+        else:
+            raise EngineError(self._obituary(number, words))
 
     def _obituary(self, number: int, words: str) -> str:
         seat = self._seats[number]
-        times = "once" if not seat.restarts else f"{seat.restarts + 1} times"
-        what = f"died {times}" if seat.was_ready else "could not start"
+        deaths = seat.inquest.deaths
+        times = "" if deaths < 2 else f" {deaths} times in a row without having finished a row"
+        what = f"died{times}" if seat.was_ready else "could not start"
         log = self._run.engine_log(number)
-        if not seat.last_words:
+        if ":" not in words:
             words += f"; its last line was: {_last_line(log)}"
+        if "signal 9" in words and not seat.was_ready:
+            words += f"; {KILLED}"
         return f"the engine of replica {number} {what} ({words}); see {log}"
 
     def _record_closed(self, number: int) -> None:
@@ -271,7 +342,7 @@ class Generation:
         sums = dict(self._committed)
         for seat in self._seats:
             if seat.state != "dead":
-                for key in _SUMS:
+                for key in SUMS:
                     # The part's message can be ahead of the last statistics.
                     sums[key] += max(0, seat.rows[key] - seat.committed[key])
         stats = [s.stats for s in self._seats if s.stats is not None]

@@ -11,19 +11,25 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import yaml
 
 from bulkgen import __version__
+from bulkgen.committed import Committed, committed_parts
 from bulkgen.dataset import DataSet
 from bulkgen.engine.launcher import LocalLauncher
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
-from bulkgen.generation import Generation, ReplicaSetup
+from bulkgen.generation import Generation
+from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, load_plan
 from bulkgen.preparation import (
     check_output,
@@ -37,8 +43,10 @@ from bulkgen.preparation import (
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
 from bulkgen.report import Progress, ProgressState, Report, summarize, write_reports
-from bulkgen.results import merge, read_keys
+from bulkgen.results import merge
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
+from bulkgen.seat import Limits, ReplicaSetup
+from bulkgen.settings import Choice, check_settings, settings_key, settings_of
 from bulkgen.spec import JobSpec
 from bulkgen.stopping import StopFlag
 
@@ -54,7 +62,20 @@ class Outcome:
     note: str
 
 
-def run_job(spec: JobSpec, progress: Progress) -> Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user says about one start, beside the spec.
+
+    `changed` is the choice where settings differ from those of the rows that are done, `retry` names what is to be
+    done once more: `failed`, `truncated`, or error and warning codes.
+    """
+
+    changed: Choice | None = None
+    retry: Sequence[str] = ()
+    failure_limit: FailureLimit = field(default_factory=FailureLimit)
+
+
+def run_job(spec: JobSpec, progress: Progress, options: Options) -> Outcome:
     """Run a job, or go on with it, until every row is done or failed.
 
     Raises Stopped after a signal, and the other BulkgenErrors for what makes going on impossible; whatever was
@@ -68,7 +89,7 @@ def run_job(spec: JobSpec, progress: Progress) -> Outcome:
         stop.check()
         run.create()
         with run.held():
-            start = _Start(spec, run, dataset, model, progress, stop)
+            start = _Start(spec, run, dataset, model, progress, stop, options)
             with closing(start.manifest):
                 return start.finished() or start.go()
 
@@ -84,7 +105,9 @@ class _Start:
         model: Model,
         progress: Progress,
         stop: StopFlag,
+        options: Options,
     ) -> None:
+        self.options = options
         self.spec = spec
         self.run = run
         self.dataset = dataset
@@ -93,6 +116,8 @@ class _Start:
         self.log = RunLog(run.log)
         self.stop = stop
         self.manifest = Manifest(run.manifest)
+        self.committed = Committed(run, self.manifest)
+        self.settings = settings_of(spec, model.fingerprint)
         self._shown_at, self._shown_stage = 0.0, ""
         self._shown = ProgressState()
         self.number = len(self.manifest.of("start")) + 1
@@ -112,7 +137,8 @@ class _Start:
 
     def finished(self) -> Outcome | None:
         """The outcome of the last merge, if nothing came after it and what it was made from and wrote is the same."""
-        done = [r for r in self.manifest.records if r["record"] in ("plan", "merging", "merged")]
+        self._take_options()
+        done = [r for r in self.manifest.records if r["record"] in ("plan", "retry", "changed", "merging", "merged")]
         # A plan or a merge that has begun and not ended may be of another spec, and have replaced files already.
         if not done or done[-1]["record"] != "merged":
             return None
@@ -121,7 +147,23 @@ class _Start:
             return None
         if _last_price(self.manifest.records) != self.spec.price.usd_per_hour:
             self.manifest.append({"record": "price", "usd_per_hour": self.spec.price.usd_per_hour})
-        return self._outcome(last["failed"], "nothing to do: this job is finished and its input unchanged")
+        return self._outcome(last, "nothing to do: this job is finished and its input unchanged")
+
+    def _take_options(self) -> None:
+        """Put on record what the user chose for settings that changed, and what is to be done once more."""
+        choice = self.options.changed
+        if check_settings(self.spec, self.settings, self.manifest.records, choice):
+            self.manifest.append(
+                {
+                    "record": "changed",
+                    "start": self.number,
+                    "choice": choice,
+                    "settings_key": settings_key(self.settings),
+                }
+            )
+        if self.options.retry:
+            rows = self.committed.retry(self.options.retry, self.number)
+            self.say(f"{rows} rows go again ({', '.join(self.options.retry)})" if rows else "no row to go again")
 
     def _made_of(self) -> str:
         """What shapes the output: rows, prompts, model and sampling, and how the output is laid out."""
@@ -140,12 +182,12 @@ class _Start:
         try:
             plan = self._plan()
             self._generate(plan)
-            failed = self._merge(plan)
+            merged = self._merge(plan)
         except BaseException as e:
             self._end(e)
             raise
-        self._end(None, failed)
-        return self._outcome(failed, "")
+        self._end(None, merged["failed"])
+        return self._outcome(merged, "")
 
     def _begin(self) -> None:
         self._sweep()
@@ -164,7 +206,7 @@ class _Start:
                 "pid": os.getpid(),
                 "version": __version__,
                 "spec": self.spec.spec_hash,
-                "identity": _digest(self.spec.identity_settings(), self.model.fingerprint),
+                "settings": self.settings,
                 "replicas": self.spec.engine.replicas,
                 "usd_per_hour": self.spec.price.usd_per_hour,
             }
@@ -192,11 +234,11 @@ class _Start:
             self.model,
             self.run,
             {"made_from": self._plan_made_from()},
+            self.options.failure_limit,
             self.stop.check,
             self._show_planning,
         )
-        refuse_empty(self.spec, self.dataset, plan)
-        self._mark_committed(plan)
+        self.committed.mark(plan)
         pending = [plan.pending(shard) for shard in plan.shards]
         rows, prompt_tokens, budget_tokens = (sum(p[i] for p in pending) for i in range(3))
         self.manifest.append(
@@ -224,16 +266,10 @@ class _Start:
     def _planned_before(self) -> Plan | None:
         """The plan that an earlier start left, if it is of the same input and settings."""
         try:
-            plan = load_plan(self.run.plan, writable=True)
+            plan = load_plan(self.run.plan, "driver")
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return plan if plan.facts["made_from"] == self._plan_made_from() else None
-
-    def _mark_committed(self, plan: Plan) -> None:
-        plan.forget_commits()
-        for part in self.manifest.of("part"):
-            ordinals = plan.lookup(read_keys(self.run.parts / part["name"]))
-            plan.commit(ordinals[ordinals >= 0])
 
     def _show_planning(self, rows: int, refused: int) -> None:
         self._show("planning", ProgressState(rows=rows, refused=refused))
@@ -273,7 +309,13 @@ class _Start:
             launcher=LocalLauncher("bulkgen.replica"),
             setups=self._setups,
             work=self._work,
-            max_restarts=self.spec.engine.max_restarts,
+            settings_key=settings_key(self.settings),
+            limits=Limits(
+                max_restarts=self.spec.engine.max_restarts,
+                start_timeout_s=self.spec.engine.start_timeout_s,
+                stall_s=self.spec.engine.stall_s,
+                failures=self.options.failure_limit,
+            ),
             show=self._show,
             say=self.say,
             stopped=lambda: bool(self.stop),
@@ -291,14 +333,17 @@ class _Start:
             settings=setup.settings.to_json() | {"incarnation": incarnation},
             cores=setup.cores,
             sampling=self.spec.sampling.constants(),
+            settings_key=settings_key(self.settings),
+            max_attempts=self.spec.engine.max_attempts,
+            row_timeout_s=self.spec.engine.row_timeout_s,
             commit_rows=self.spec.output.commit_rows,
             commit_s=self.spec.output.commit_s,
         )
 
     # ---- merge and report ----
 
-    def _merge(self, plan: Plan) -> int:
-        """Put results and input together in input order; returns how many rows failed."""
+    def _merge(self, plan: Plan) -> dict[str, Any]:
+        """Put results and input together in input order; returns what is on record about it."""
         if open_data(self.spec).fingerprint != self.dataset.fingerprint:
             raise Stopped("the input changed while the job ran; run it again, only what is new will be generated")
         began = time.monotonic()
@@ -312,7 +357,7 @@ class _Start:
             self.stop.check()
 
         result = merge(
-            parts=[self.run.parts / part["name"] for part in self.manifest.of("part")],
+            parts=self.committed.parts(),
             keys=plan,
             tables=self.dataset.tables(schema),
             refused=self.run.refused,
@@ -338,12 +383,13 @@ class _Start:
                 "files": self._written_files(),
             }
         )
-        return result.failed
+        return self.manifest.records[-1]
 
-    def _outcome(self, failed: int, note: str) -> Outcome:
+    def _outcome(self, merged: dict[str, Any], note: str) -> Outcome:
         report = summarize_run(self.run, self.manifest.records)
         write_reports(report, self.run)
-        return Outcome(EXIT_ROWS_FAILED if failed else EXIT_DONE, report, note)
+        refuse_empty(self.spec, self.dataset, merged["rows"])
+        return Outcome(EXIT_ROWS_FAILED if merged["failed"] else EXIT_DONE, report, note)
 
     def _end(self, error: BaseException | None, failed: int = 0) -> None:
         if error is None:
@@ -376,7 +422,14 @@ def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
         plan = load_plan(run.plan)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return summarize(run, records, alive=run.is_held())
-    return summarize(run, records, in_plan=lambda keys: plan.lookup(keys) >= 0, alive=run.is_held())
+    retired = {part.path: part.retired for part in committed_parts(run, records)}
+
+    def in_plan(part: Path, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = plan.lookup(keys) >= 0
+        gone = retired.get(part)
+        return found if gone is None else found & ~np.isin(keys, gone)
+
+    return summarize(run, records, in_plan=in_plan, alive=run.is_held())
 
 
 def _without_secrets(value: Any) -> Any:

@@ -12,13 +12,14 @@ from bulkgen.dataset import DataSet, open_dataset
 from bulkgen.engine import EngineSettings
 from bulkgen.engine.demo_model import prepare_demo_model
 from bulkgen.engine.devices import Share, divide
-from bulkgen.errors import InputError, OutputError, SpecError
-from bulkgen.generation import ReplicaSetup
+from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
+from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
 from bulkgen.prompt import Model, PromptSource, Renderer, open_model
 from bulkgen.records import RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir
+from bulkgen.seat import ReplicaSetup
 from bulkgen.spec import JobSpec, check_collisions, check_sampling_value
 
 
@@ -89,13 +90,15 @@ def plan_rows(
     model: Model,
     run: RunDir,
     facts: dict[str, Any],
+    limit: FailureLimit,
     check_stop: Callable[[], None],
     show: Callable[[int, int], None],
 ) -> Plan:
     """Read, render and count every row, once, into a new plan folder.
 
     `facts` say what the plan is made from; `show` is told rows read and rows refused so far.
-    Raises SpecError when a column that the job names is in no row at all.
+    Raises SpecError when a column that the job names is in no row at all, TooManyFailures when more rows are refused
+    than `limit` allows.
     """
     renderer = open_job_renderer(spec, model)
     if (known := dataset.known_columns()) is not None:
@@ -104,12 +107,16 @@ def plan_rows(
     try:
         refused = RefusedWriter(writer.folder / run.refused.name)
         rows = 0
+        first_refused: RefusedRow | None = None
         for batch in dataset.rows(renderer.columns):
             check_stop()
             rendered = renderer.render(batch)
             writer.add(rendered)
             refused.add([row for row in rendered if isinstance(row, RefusedRow)])
             rows += len(rendered)
+            first_refused = first_refused or next((r for r in rendered if isinstance(r, RefusedRow)), None)
+            if first_refused is not None and (too_many := limit.exceeded(refused.rows, rows)) is not None:
+                raise TooManyFailures(_plainly_wrong(too_many, first_refused))
             show(rows, refused.rows)
         refused.close()
         schema = dataset.schema()
@@ -122,6 +129,13 @@ def plan_rows(
         raise
 
 
+def _plainly_wrong(too_many: str, first: RefusedRow) -> str:
+    return (
+        f"{too_many} before an engine was loaded, the first being {first.file}:{first.position}: {first.code}: "
+        f"{first.message}; mend the job or the input, or go on all the same with --max-failures 100%"
+    )
+
+
 def check_columns(spec: JobSpec, required: Collection[str], columns: Collection[str]) -> None:
     """Raise SpecError for a column that the job needs and no row has, or that bulkgen would add a second time."""
     for name in sorted(set(required) - set(columns)):
@@ -131,12 +145,12 @@ def check_columns(spec: JobSpec, required: Collection[str], columns: Collection[
     check_collisions(spec, columns)
 
 
-def refuse_empty(spec: JobSpec, dataset: DataSet, plan: Plan) -> None:
-    """Raise InputError when there is nothing to do and the job does not say that this is in order."""
-    if plan.rows == 0 and not spec.input.allow_empty:
+def refuse_empty(spec: JobSpec, dataset: DataSet, rows: int) -> None:
+    """Raise InputError when there was nothing to do and the job does not say that this is in order."""
+    if rows == 0 and not spec.input.allow_empty:
         raise InputError(
-            f"{', '.join(spec.input.paths)}: no rows in {len(dataset.files)} file(s); check the path, or set "
-            "input.allow_empty: true where an empty input is in order"
+            f"{', '.join(spec.input.paths)}: no rows in {len(dataset.files)} file(s), and none in the output; check "
+            "the path, or set input.allow_empty: true where an empty input is in order"
         )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ROW_KEY_BYTES = 16
+# The first half of a key is a hash of the row's identity alone; see prompt/identity.py.
+IDENTITY_BYTES = ROW_KEY_BYTES // 2
 
 DONE = "done"
 FAILED = "failed"
@@ -25,6 +27,9 @@ RESULT_COLUMNS = (
     "e2e_s",
     "error_code",
     "error",
+    "warnings",
+    "attempts",
+    "settings_key",
     "row_key",
 )
 
@@ -59,7 +64,8 @@ class Prompt:
 
     `overrides` holds, as canonical JSON, the sampling parameters that this row takes from columns (`{}` where
     all come from the spec); `max_tokens` is already capped to the room that the context leaves.
-    `key` identifies the row over resumes: ROW_KEY_BYTES bytes.
+    `key` identifies the row over resumes: ROW_KEY_BYTES bytes. `warnings` are the codes of what the user may
+    want to know of a row that is sent all the same.
     """
 
     ordinal: int
@@ -67,6 +73,7 @@ class Prompt:
     tokens: Sequence[int]
     max_tokens: int
     overrides: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. Times in seconds from the arrival in the engine; `tpot_s` is None for one token."""
+    """A finished request. Times in seconds from the arrival in the engine; `tpot_s` is None for one token.
+
+    `warnings` are codes of what the user may want to know of an answer that counts all the same.
+    """
 
     index: int
     text: str
@@ -124,15 +134,20 @@ class Completion:
     ttft_s: float
     tpot_s: float | None
     e2e_s: float
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that the engine refused or could not finish, for a reason that lies in the row."""
+    """A request that the engine refused or could not finish.
+
+    `transient`: the reason need not lie in the row, so that another attempt has sense.
+    """
 
     index: int
     code: str
     message: str
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

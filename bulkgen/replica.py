@@ -6,7 +6,8 @@ The loop never waits for a shard to end: rows of the next shard follow in the sa
 not drain until the last row. Parts are written by a thread beside the loop. What is in a part counts only once the
 driver has it in the manifest.
 
-Messages in: the work (first), `shard`, `stop` (commit what is finished and end), `close` (nothing more will come).
+Messages in: the work (first), `shard` (all of it, or some of its rows), `stop` (commit what is finished and end),
+`close` (nothing more will come).
 Messages out: `ready`, `want` (more shards), `stats`, `part`, `closed`, `failed`.
 """
 
@@ -14,19 +15,22 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from bulkgen.engine import Engine, EngineSettings, open_engine
 from bulkgen.engine.channel import Channel, Message
-from bulkgen.errors import BulkgenError, OutputError
+from bulkgen.errors import BulkgenError, EngineError, OutputError
 from bulkgen.feed import TopUp
 from bulkgen.plan import PlannedRow, load_plan
 from bulkgen.records import Completion, Failure, Request, Shard
-from bulkgen.results import PartRow, done_row, failed_row, write_part
+from bulkgen.results import About, PartRow, done_row, failed_row, write_part
 
 _STATS_EVERY_S = 0.5
 # Shards that a replica holds, the one it reads among them, so that it never waits for the driver.
@@ -46,8 +50,11 @@ class Work:
     settings: dict[str, Any]
     cores: Sequence[int] | None
     sampling: dict[str, Any]
+    settings_key: str
     commit_rows: int
     commit_s: float
+    max_attempts: int
+    row_timeout_s: float
 
     def part_name(self, number: int) -> str:
         """File name of this incarnation's nth part; unique in the run."""
@@ -85,6 +92,16 @@ class _Uncommitted:
     since: float = 0.0
 
 
+@dataclass(slots=True)
+class _Offered:
+    """A row that is in the engine: of which shard, since when (monotonic seconds), for which time."""
+
+    shard: int
+    row: PlannedRow
+    since: float = 0.0
+    attempt: int = 0
+
+
 class Replica:
     """One engine and the loop around it. Single-threaded but for the writing of parts."""
 
@@ -92,12 +109,13 @@ class Replica:
         self._work = work
         self._channel = channel
         self._engine = engine
-        self._plan = load_plan(Path(work.plan))
+        self._plan = load_plan(Path(work.plan), "replica")
         self._feed = TopUp(engine.limits)
-        self._shards: list[Shard] = []
+        self._shards: list[tuple[Shard, frozenset[int] | None]] = []
         self._wanted = 0
         self._rows = self._planned_rows()
-        self._in_engine: dict[int, tuple[int, PlannedRow]] = {}
+        self._again: deque[_Offered] = deque()  # failed for a reason that may pass
+        self._in_engine: dict[int, _Offered] = {}  # in the order of their offering
         self._overrides: dict[str, dict[str, Any]] = {}
         self._uncommitted = _Uncommitted()
         self._writer = ThreadPoolExecutor(1, "parts")
@@ -110,21 +128,30 @@ class Replica:
         self._stats_due = 0.0
 
     def run(self) -> None:
-        """Work until the driver says `close` or `stop`, then commit what is finished."""
+        """Work until the driver says `close` or `stop`, or the engine breaks, then commit what is finished."""
+        try:
+            self._work_on()
+        finally:
+            # The engine may have broken; what it has finished before is finished.
+            self._commit()
+            self._writer.shutdown()
+            self._announce_parts()
+        self._tell(now=True)
+
+    def _work_on(self) -> None:
         while True:
             self._listen(0.0 if self._in_engine else _IDLE_WAIT_S)
             if self._stopped:
-                break
+                return
             self._top_up()
             self._collect()
             self._commit_if_due()
             self._tell()
-            if self._closing and not self._in_engine and not self._shards:
-                break
-        self._commit()
-        self._writer.shutdown()
-        self._announce_parts()
-        self._tell(now=True)
+            if self._closing and self._is_idle():
+                return
+
+    def _is_idle(self) -> bool:
+        return not self._in_engine and not self._shards and not self._again
 
     def _listen(self, timeout_s: float) -> None:
         while len(self._shards) + self._wanted < _SHARDS_HELD and not self._closing:
@@ -133,34 +160,54 @@ class Replica:
         while (message := self._channel.receive(timeout_s)) is not None:
             timeout_s = 0.0
             if message["type"] == "shard":
-                self._shards.append(self._plan.shards[message["shard"]])
-                self._wanted -= 1
+                rows = message["rows"]
+                self._shards.append((self._plan.shards[message["shard"]], None if rows is None else frozenset(rows)))
+                self._wanted -= 0 if message["unasked"] else 1
             else:
                 self._closing = True
                 self._stopped = message["type"] == "stop"
 
-    def _planned_rows(self) -> Iterator[tuple[int, PlannedRow] | None]:
+    def _planned_rows(self) -> Iterator[_Offered | None]:
         """The pending rows of all shards, one shard after the other; None while there is no shard to read."""
         while True:
             if not self._shards:
                 yield None
                 continue
-            shard = self._shards[0]
-            for row in self._plan.read(shard):
-                yield shard.shard, row
+            shard, only = self._shards[0]
+            for row in self._plan.read(shard, only):
+                yield _Offered(shard.shard, row)
             self._shards.pop(0)
 
     def _top_up(self) -> None:
         room = self._feed.room(len(self._in_engine))
         requests: list[Request] = []
-        while len(requests) < room and (next_row := next(self._rows)) is not None:
-            row = next_row[1]
-            self._in_engine[row.ordinal] = next_row
-            sampling = self._sampling(row)
-            requests.append(Request(row.ordinal, row.tokens.tolist(), sampling))
+        now = time.monotonic()
+        while len(requests) < room:
+            offered = self._again.popleft() if self._again else next(self._rows)
+            if offered is None:
+                break
+            row = offered.row
+            offered.since, offered.attempt = now, self._plan.offers.begin(row.ordinal)
+            self._in_engine[row.ordinal] = offered
+            if self._fits(row):
+                requests.append(Request(row.ordinal, row.tokens.tolist(), self._sampling(row)))
+            else:
+                self._finish(Failure(row.ordinal, "larger_than_kv_cache", self._why_too_large(row)))
         if requests:
             self._engine.submit(requests)
             self._first_offered_at = self._first_offered_at or time.time()
+
+    def _fits(self, row: PlannedRow) -> bool:
+        """Whether the KV cache could hold the row if it were alone; else the engine would keep it waiting for ever."""
+        limits = self._engine.limits
+        blocks = -(-(len(row.tokens) + row.max_tokens) // limits.block_size)
+        return blocks <= limits.kv_tokens // limits.block_size
+
+    def _why_too_large(self, row: PlannedRow) -> str:
+        return (
+            f"{len(row.tokens)} prompt tokens and {row.max_tokens} of output cannot be in the KV cache together, which "
+            f"holds {self._engine.limits.kv_tokens}; lower sampling.max_tokens or give the engine more memory"
+        )
 
     def _sampling(self, row: PlannedRow) -> dict[str, Any]:
         own = self._overrides.get(row.overrides)
@@ -169,32 +216,76 @@ class Replica:
             # Rows mostly share a few sets of values; where each has its own (a seed, say) keeping them saves nothing.
             if len(self._overrides) < 1000:
                 self._overrides[row.overrides] = own
-        return {**self._work.sampling, **own, "max_tokens": row.max_tokens}
+        sampling = {**self._work.sampling, **own, "max_tokens": row.max_tokens}
+        if sampling.get("seed") is not None and "seed" not in own:
+            sampling["seed"] = row_seed(sampling["seed"], row.key)
+        return sampling
 
     def _collect(self) -> None:
         if not self._in_engine:
             return
         results = self._engine.poll()
+        self._check(results)
+        for result in results:
+            self._finish(result)
+        if results:
+            self._last_completed_at = time.time()
+        self._end_overdue()
+
+    def _check(self, results: Sequence[Completion | Failure]) -> None:
+        """Raise EngineError where results are not those of the rows in the engine: which one errs nobody could say."""
+        seen: set[int] = set()
+        for result in results:
+            offered = self._in_engine.get(result.index)
+            if offered is None or result.index in seen:
+                raise EngineError(f"the engine returned row {result.index}, which it had returned before or never had")
+            seen.add(result.index)
+            if isinstance(result, Completion) and result.prompt_tokens != len(offered.row.tokens):
+                raise EngineError(
+                    f"the engine returned row {result.index} with {result.prompt_tokens} prompt tokens; it was sent "
+                    f"{len(offered.row.tokens)}: the answer to another row"
+                )
         if not results:
+            stats = self._engine.stats()
+            if not stats.running and not stats.waiting:
+                raise EngineError(f"the engine has lost {len(self._in_engine)} rows: it holds none and returns none")
+
+    def _end_overdue(self) -> None:
+        """Fail rows that are in the engine for too long; it holds them oldest first."""
+        until = time.monotonic() - self._work.row_timeout_s
+        for ordinal, offered in list(islice(self._in_engine.items(), self._feed.most)):
+            if offered.since > until:
+                return
+            self._engine.cancel([ordinal])
+            reason = f"not finished {self._work.row_timeout_s:g} s after it was given to the engine"
+            self._finish(Failure(ordinal, "row_timeout", f"{reason} (engine.row_timeout_s)"))
+
+    def _finish(self, result: Completion | Failure) -> None:
+        """A row has come out of the engine: it is done, failed, or to be tried again."""
+        offered = self._in_engine.pop(result.index)
+        row = offered.row
+        self._plan.offers.end(row.ordinal, done=isinstance(result, Completion))
+        if isinstance(result, Failure) and result.transient and offered.attempt < self._work.max_attempts:
+            self._again.append(offered)
             return
-        self._last_completed_at = time.time()
+        about = About(
+            key=row.key,
+            shard=offered.shard,
+            warnings=row.warnings,
+            attempts=offered.attempt,
+            settings_key=self._work.settings_key,
+        )
         unwritten = self._uncommitted
         if not unwritten.rows:
             unwritten.since = time.monotonic()
-        for result in results:
-            shard, row = self._in_engine.pop(result.index)
-            if isinstance(result, Failure):
-                unwritten.rows.append(failed_row(row.key, shard, result))
-            else:
-                unwritten.rows.append(done_row(row.key, shard, result))
-            unwritten.totals.add(result, row.max_tokens)
-            self._totals.add(result, row.max_tokens)
+        unwritten.rows.append(failed_row(about, result) if isinstance(result, Failure) else done_row(about, result))
+        unwritten.totals.add(result, row.max_tokens)
+        self._totals.add(result, row.max_tokens)
 
     def _commit_if_due(self) -> None:
         rows = len(self._uncommitted.rows)
         age_s = time.monotonic() - self._uncommitted.since
-        idle = not self._in_engine and not self._shards
-        if rows and (rows >= self._work.commit_rows or age_s >= self._work.commit_s or idle):
+        if rows and (rows >= self._work.commit_rows or age_s >= self._work.commit_s or self._is_idle()):
             self._commit()
         if self._writing:
             self._announce_parts(wait=False)
@@ -235,6 +326,15 @@ class Replica:
                 "rows": asdict(self._totals),
             }
         )
+
+
+def row_seed(seed: int, key: bytes) -> int:
+    """A row's own seed out of the job's: the first 63 bits of BLAKE2b over the job's seed and the row's key.
+
+    So it does not depend on the row's place in the file, on shards or on what was done before.
+    """
+    digest = blake2b(key, digest_size=8, key=seed.to_bytes(8, "big", signed=True)).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def main(fd: int) -> int:

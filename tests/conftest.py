@@ -15,22 +15,27 @@ def make_job(tmp_path: Path) -> Callable[..., Job]:
     """Write a job on the stub engine over `rows`; further keys of the spec by section."""
 
     def make(rows: Sequence[Any] | None = None, **sections: Any) -> Job:
-        spec: dict[str, Any] = {
-            "name": "test",
-            "model": "stub",
-            "input": {"path": "in.jsonl", "id": "id", "prompt": "prompt"},
-            "sampling": {"max_tokens": 8},
-            "output": {"path": "out.parquet"},
-            "engine": {"kind": "stub"},
-        }
-        for name, section in sections.items():
-            spec[name] = {**spec.get(name, {}), **section} if isinstance(section, dict) else section
         folder = tmp_path / f"job-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        (folder / "job.yaml").write_text(yaml.safe_dump(spec))
-        job = Job(folder, spec)
-        if rows is not None:
-            job.write(rows)
-        return job
+        return job_in(folder, rows, **sections)
 
     return make
+
+
+def job_in(folder: Path, rows: Sequence[Any] | None = None, **sections: Any) -> Job:
+    """A job in a folder that is there."""
+    spec: dict[str, Any] = {
+        "name": "test",
+        "model": "stub",
+        "input": {"path": "in.jsonl", "id": "id", "prompt": "prompt"},
+        "sampling": {"max_tokens": 8},
+        "output": {"path": "out.parquet"},
+        "engine": {"kind": "stub"},
+    }
+    for name, section in sections.items():
+        spec[name] = {**spec.get(name, {}), **section} if isinstance(section, dict) else section
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+    job = Job(folder, spec)
+    if rows is not None:
+        job.write(rows)
+    return job

@@ -43,8 +43,8 @@ class Job:
             return self.output.with_name(self.output.name + ".bulkgen")
         return self.output / "_bulkgen"
 
-    def run(self, *options: str) -> Ended:
-        return bulkgen("run", str(self.path), *options)
+    def run(self, *options: str, env: Mapping[str, str] | None = None) -> Ended:
+        return bulkgen("run", str(self.path), *options, env=env)
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """The run as a background process in a session of its own."""

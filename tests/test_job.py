@@ -47,7 +47,8 @@ def test_columns_stand_as_documented(make_job: MakeJob) -> None:
     assert job.run().code == 0
     assert pq.read_schema(job.output).names == [
         *("id", "prompt", "extra", "status", "text", "finish_reason", "prompt_tokens", "cached_tokens"),
-        *("output_tokens", "queued_s", "ttft_s", "tpot_s", "e2e_s", "error_code", "error", "row_key"),
+        *("output_tokens", "queued_s", "ttft_s", "tpot_s", "e2e_s", "error_code", "error"),
+        *("warnings", "attempts", "settings_key", "row_key"),
     ]
     row = job.rows()[0]
     assert row["status"] == "done"
@@ -209,7 +210,7 @@ def test_what_changes_a_rows_identity(make_job: MakeJob, override: str, again: b
     job = make_job(prompts(30))
     job.run()
     committed = len(job.committed_keys())
-    assert job.run("--set", override).code == 0
+    assert job.run("--set", override, "--changed", "again").code == 0
     assert len(job.committed_keys()) == committed * (2 if again else 1)
     assert_whole(job, [row["id"] for row in prompts(30)])
 
@@ -290,11 +291,11 @@ def test_another_layout_is_made_without_the_engine(make_job: MakeJob) -> None:
 def test_a_spec_that_went_and_came_back_is_merged_again(make_job: MakeJob) -> None:
     job = slow(make_job, 100)
     job.run()
-    process = job.start("--set", "sampling.temperature=0.5")
+    process = job.start("--set", "sampling.temperature=0.5", "--changed", "again")
     wait_for_parts(job, len(job.manifest("part")) + 1, process)
     process.terminate()
     process.communicate()
-    assert job.run().code == 0
+    assert job.run("--changed", "again").code == 0
     assert_whole(job, [row["id"] for row in prompts(100)])
     report = json.loads(bulkgen("report", str(job.output), "--json").out)["whole"]
     assert (report["outcome"], report["done"], report["pending"]) == ("finished", 100, 0)
@@ -505,15 +506,23 @@ def test_a_replica_that_dies_is_started_again_and_its_rows_go_again(make_job: Ma
 
 
 def test_an_engine_that_keeps_dying_ends_the_run_with_4_and_keeps_what_is_done(make_job: MakeJob) -> None:
-    job = slow(make_job, stub={"step_s": 0.002, "die_at": [30] * 10}, max_restarts=2)
-    ended = job.run()
+    job = make_job(prompts(40), engine={"max_restarts": 2})
+    job.run()
+    job.write(prompts(80))
+    ended = job.run("--set", "engine.stub.poison=[row]")
     assert ended.code == 4
-    assert "died 3 times" in ended.err
+    assert "died 3 times in a row without having finished a row" in ended.err
     assert "Traceback" not in ended.err
-    done = len(job.committed_keys())
-    assert done > 0
-    job.run("--set", "engine.stub.die_at=[]")
+    assert len(job.committed_keys()) == 40
+    assert job.run().code == 0
+    assert_whole(job, [row["id"] for row in prompts(80)])
+
+
+def test_an_engine_that_dies_now_and_then_gets_to_the_end(make_job: MakeJob) -> None:
+    job = slow(make_job, stub={"step_s": 0.002, "die_at": [60] * 10}, max_restarts=2)
+    assert job.run().code == 0
     assert_whole(job, [row["id"] for row in prompts(300)])
+    assert not [row for row in job.rows() if row["status"] != "done"]
 
 
 def test_an_engine_that_cannot_start_ends_the_run_with_its_words(make_job: MakeJob) -> None:

@@ -100,7 +100,7 @@ def test_a_row_is_committed_once(tmp_path: Path) -> None:
     assert not plan.commit(np.array([2, 3]))
     assert not plan.commit(np.array([4, 4]))
     assert sum(plan.pending(s)[0] for s in plan.shards) == 8
-    again = load_plan(tmp_path / "plan", writable=True)
+    again = load_plan(tmp_path / "plan", "driver")
     assert [row.ordinal for s in again.shards for row in again.read(s)] == [0, 3, 4, 5, 6, 7, 8, 9]
     again.forget_commits()
     assert sum(plan.pending(s)[0] for s in plan.shards) == 10

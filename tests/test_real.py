@@ -1,6 +1,7 @@
 """Whole runs on real vLLM with the demo model: the same promises as on the stub, and the counts of a real engine."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -162,6 +163,17 @@ def assert_on_their_own_cores(job: Job) -> None:
         assert len(os.sched_getaffinity(pid)) == half
         ticks = [int(t.read_text().rpartition(")")[2].split()[11]) for t in Path(f"/proc/{pid}/task").glob("*/stat")]
         assert sum(t > max(ticks) / 3 for t in ticks) <= half
+
+
+def test_a_row_that_kills_vllm_is_found_and_the_others_are_done(make_job: MakeJob) -> None:
+    job = real_job(make_job, 24, max_num_seqs=4)
+    lines = (job.folder / "in.jsonl").read_text().splitlines()
+    job.write([json.loads(line) | ({"limit": 77} if i == 11 else {}) for i, line in enumerate(lines)])
+    hook = {"PYTHONPATH": str(ROOT / "tests/poison"), "BULKGEN_TEST_POISON": "77"}
+    ended = job.run(env=hook)
+    assert ended.code == 3, ended.err
+    assert {row["id"]: row["error_code"] for row in job.rows()} == {i: "poison" if i == 11 else None for i in range(24)}
+    assert len(job.manifest("restart")) <= math.log2(8) + 2
 
 
 def test_an_engine_setting_that_vllm_refuses_ends_with_its_words(make_job: MakeJob) -> None:

@@ -443,7 +443,7 @@ class TestChangedInput:
         run.part([row(9)], 100.0, 110.0)
 
     @staticmethod
-    def in_plan(keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
+    def in_plan(part: Path, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
         assert keys.dtype == np.dtype("S16")
         return np.isin(keys, np.array([key(0), key(1), key(9)], "S16"))
 
@@ -472,7 +472,7 @@ class TestChangedInput:
         assert (stale.stale_rows, stale.stale_in_sums) == (3, True)
 
     def test_the_plan_is_not_asked_when_nothing_is_stale(self, run: Run) -> None:
-        def never(keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
+        def never(part: Path, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
             raise AssertionError
 
         killed_and_resumed(run)

@@ -15,7 +15,18 @@ import pytest
 
 from bulkgen.errors import BulkgenError, OutputError, Stopped
 from bulkgen.records import RESULT_COLUMNS, Completion, Failure, RefusedRow
-from bulkgen.results import MergeResult, PartRow, RefusedWriter, disk, done_row, failed_row, merge, spool, write_part
+from bulkgen.results import (
+    About,
+    MergeResult,
+    PartRow,
+    RefusedWriter,
+    disk,
+    done_row,
+    failed_row,
+    merge,
+    spool,
+    write_part,
+)
 
 SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64())])
 
@@ -46,11 +57,13 @@ def key(number: int) -> bytes:
 
 def done(number: int, text: str | None = None) -> PartRow:
     text = f"text {number}" if text is None else text
-    return done_row(key(number), number % 7, Completion(number, text, "stop", number, 1, 2, 0.1, 0.2, None, 0.5))
+    return done_row(
+        About(key=key(number), shard=number % 7), Completion(number, text, "stop", number, 1, 2, 0.1, 0.2, None, 0.5)
+    )
 
 
 def failed(number: int) -> PartRow:
-    return failed_row(key(number), 0, Failure(number, "refused_by_engine", f"no {number}"))
+    return failed_row(About(key=key(number), shard=0), Failure(number, "refused_by_engine", f"no {number}"))
 
 
 class Run:
@@ -94,7 +107,7 @@ class Run:
         progress: Callable[[int], None] | None = None,
     ) -> MergeResult:
         return merge(
-            parts=self.parts,
+            parts=[CommittedPart(part) for part in self.parts],
             keys=keys or Keys(self.table.num_rows),
             tables=self.tables(at_once),
             refused=self.scratch / "refused.parquet",

@@ -8,7 +8,7 @@ import pytest
 
 from bulkgen.errors import OutputError
 from bulkgen.records import Completion, Failure, RefusedRow
-from bulkgen.results import PART_SCHEMA, PartRow, RefusedWriter, done_row, failed_row, read_keys, write_part
+from bulkgen.results import PART_SCHEMA, About, PartRow, RefusedWriter, done_row, failed_row, read_keys, write_part
 from bulkgen.results.refused import read_refused
 
 
@@ -18,11 +18,11 @@ def key(number: int) -> bytes:
 
 
 def done(number: int, text: str = "text") -> PartRow:
-    return done_row(key(number), 3, Completion(number, text, "stop", 10, 2, 5, 0.1, 0.2, None, 0.4))
+    return done_row(About(key=key(number), shard=3), Completion(number, text, "stop", 10, 2, 5, 0.1, 0.2, None, 0.4))
 
 
 def test_a_part_holds_what_it_was_given(tmp_path: Path) -> None:
-    rows = [done(1, "é\n\0"), failed_row(key(2), 4, Failure(2, "refused_by_engine", "no"))]
+    rows = [done(1, "é\n\0"), failed_row(About(key=key(2), shard=4), Failure(2, "refused_by_engine", "no"))]
     write_part(tmp_path, "part.parquet", rows)
     table = pq.read_table(tmp_path / "part.parquet")
     assert table.schema.equals(PART_SCHEMA)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -54,18 +54,41 @@ def _common(
 def run(
     job: Job,
     overrides: Set = None,
+    changed: Annotated[
+        Literal["again", "keep"] | None,
+        typer.Option(
+            help="Where prompt, model or sampling have changed since rows were done: generate all rows again, or keep "
+            "what is done and use the new settings for the rest."
+        ),
+    ] = None,
+    retry: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Do rows once more: failed, truncated (cut at max_tokens), or a code of errors or warnings.",
+        ),
+    ] = None,
+    max_failures: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|P%",
+            help="Stop when more rows fail than this. Without it: when the first hundred rows all fail.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables; errors only.")] = False,
 ) -> None:
     """Run a job, or go on with it; a finished job returns at once, new rows alone are generated."""
-    from bulkgen.job import run_job
+    from bulkgen.job import Options, run_job
+    from bulkgen.limits import FailureLimit
     from bulkgen.report import Progress, render_report
     from bulkgen.rundir import RunDir
     from bulkgen.spec import load_spec
 
+    options = Options(changed=changed, retry=tuple(retry or ()), failure_limit=FailureLimit.parse(max_failures))
     spec = load_spec(job, overrides or [])
     with Progress(quiet=quiet) as progress:
         try:
-            outcome = run_job(spec, progress)
+            outcome = run_job(spec, progress, options)
         except Stopped as e:
             raise Stopped(f"{e}; finished rows are committed, run the same command again to go on") from e
     if not quiet:

@@ -38,8 +38,8 @@ class EngineSettings:
 class Engine(Protocol):
     """An engine takes requests without blocking and finishes them in its own order.
 
-    Each request that `submit` was given comes back from `poll` exactly once, as a Completion or a Failure.
-    An engine that breaks raises EngineError from any call and is of no use after that.
+    Each request that `submit` was given comes back from `poll` exactly once, as a Completion or a Failure, unless it
+    was cancelled. An engine that breaks raises EngineError from any call and is of no use after that.
     """
 
     @property
@@ -48,6 +48,9 @@ class Engine(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Never waits, never raises for a fault that lies in one request."""
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        """Take requests back, finished or not: `poll` will not return them. Unknown ones are passed over."""
 
     def poll(self) -> list[Completion | Failure]:
         """Compute one step and return what it finished; an empty list where nothing is queued."""

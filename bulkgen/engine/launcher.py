@@ -40,6 +40,9 @@ class Launcher(Protocol):
     def send(self, replica: int, message: Message) -> None:
         """Say something to a replica; nothing happens if it is dead."""
 
+    def kill(self, replica: int) -> None:
+        """End a replica at once, whatever it does; its death is reported by `events`."""
+
     def events(self, timeout_s: float) -> list[Event]:
         """What has happened, in order; waits up to `timeout_s` for something to happen. A death comes last."""
 
@@ -118,6 +121,11 @@ class LocalLauncher:
             # A broken line is no news here: its end is reported by `events`.
             with contextlib.suppress(OSError):
                 process.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def kill(self, replica: int) -> None:
+        process = self._processes.get(replica)
+        if process is not None:
+            process.process.kill()
 
     def events(self, timeout_s: float) -> list[Event]:
         events: list[Event] = []

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,14 @@ class StubEngine:
         self._echoes = settings.model == "stub"
         self._dies_after = _nth(s.get("die_at"), settings.incarnation)
         self._hangs_after = _nth(s.get("hang_at"), settings.incarnation)
+        self._poison = tuple(s.get("poison", ()))
+        self._stuck = tuple(s.get("stuck", ()))
+        self._flaky_rate: float = s.get("flaky_rate", 0.0)
+        first = settings.incarnation == 0
+        self._double_rate, self._lose_rate, self._swap_rate = (
+            s.get(name, 0.0) if first else 0.0 for name in ("double_rate", "lose_rate", "swap_rate")
+        )
+        self._tried: set[bytes] = set()
         self._random = random.Random(f"{self._seed}/{settings.incarnation}") if s.get("shuffle") else None
         time.sleep(s.get("start_s", 0.0))
         if settings.incarnation < s.get("die_on_start", 0):
@@ -63,6 +71,7 @@ class StubEngine:
         self._waiting: deque[tuple[Request, float]] = deque()
         self._refused: list[Failure] = []
         self._running: list[tuple[int, int, _Running]] = []  # heap by the step at which a request ends
+        self._hanging: list[_Running] = []  # will never end
         self._step = 0
         self._finished = 0
         self._prompt_tokens = self._output_tokens = 0
@@ -71,12 +80,31 @@ class StubEngine:
         now = time.monotonic()
         for request in requests:
             blocks = self._blocks(request, self._length(request))
-            if self._fail_rate and self._draw(request, 1) < self._fail_rate:
+            if self._flaky_rate and self._fails_once(request):
+                self._refused.append(Failure(request.index, "ended_by_engine", "stub: told to fail once", True))
+            elif self._fail_rate and self._draw(request, 1) < self._fail_rate:
                 self._refused.append(Failure(request.index, "refused_by_engine", "stub: told to refuse this row"))
             elif blocks > self.limits.kv_tokens // _BLOCK:
                 self._refused.append(Failure(request.index, "refused_by_engine", "stub: larger than the KV cache"))
             else:
                 self._waiting.append((request, now))
+
+    def _fails_once(self, request: Request) -> bool:
+        key = np.asarray(request.tokens, "<i4").tobytes()
+        if key in self._tried or self._draw(request, 2) >= self._flaky_rate:
+            return False
+        self._tried.add(key)
+        return True
+
+    def cancel(self, indices: Sequence[int]) -> None:
+        gone = set(indices)
+        self._refused = [f for f in self._refused if f.index not in gone]
+        self._waiting = deque(w for w in self._waiting if w[0].index not in gone)
+        ended = [r for r in [*self._hanging, *(r for _, _, r in self._running)] if r.request.index in gone]
+        self._blocks_free += sum(r.blocks for r in ended)
+        self._hanging = [r for r in self._hanging if r.request.index not in gone]
+        self._running = [entry for entry in self._running if entry[2].request.index not in gone]
+        heapq.heapify(self._running)
 
     def poll(self) -> list[Completion | Failure]:
         done: list[Completion | Failure] = list(self._refused)
@@ -88,11 +116,26 @@ class StubEngine:
             time.sleep(steps * self._step_s)
             now = time.monotonic()
             while self._running and self._running[0][0] <= self._step:
-                done.append(self._complete(heapq.heappop(self._running)[2], now))
+                done += self._returned(self._complete(heapq.heappop(self._running)[2], now))
                 self._misbehave()
+        elif self._hanging:
+            time.sleep(self._step_s)
         if self._random is not None:
             self._random.shuffle(done)
         return done
+
+    def _returned(self, done: Completion) -> list[Completion]:
+        """What comes back for a finished request: itself, unless the engine was told to err."""
+        luck = zlib.crc32(done.index.to_bytes(8, "little"), self._seed) / 2**32
+        for rate, wrong in (
+            (self._double_rate, [done, done]),
+            (self._lose_rate, []),
+            (self._swap_rate, [replace(done, prompt_tokens=done.prompt_tokens + 1)]),
+        ):
+            if luck < rate:
+                return wrong
+            luck -= rate
+        return [done]
 
     def _stride(self) -> int:
         if not self._step_s:
@@ -102,7 +145,7 @@ class StubEngine:
 
     def _admit(self) -> None:
         now = time.monotonic()
-        while self._waiting and len(self._running) < self.limits.max_num_seqs:
+        while self._waiting and len(self._running) + len(self._hanging) < self.limits.max_num_seqs:
             request, arrived = self._waiting[0]
             tokens = self._length(request)
             blocks = self._blocks(request, tokens)
@@ -112,6 +155,12 @@ class StubEngine:
             self._blocks_free -= blocks
             self._prompt_tokens += len(request.tokens)
             running = _Running(request, tokens, arrived, now, blocks)
+            text = self._text(request) if self._poison or self._stuck else ""
+            if any(marker in text for marker in self._poison):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if any(marker in text for marker in self._stuck):
+                self._hanging.append(running)
+                continue
             heapq.heappush(self._running, (self._step + tokens, request.index, running))
 
     def _complete(self, r: _Running, now: float) -> Completion:
@@ -144,7 +193,7 @@ class StubEngine:
     def stats(self) -> EngineStats:
         blocks = self.limits.kv_tokens // _BLOCK
         return EngineStats(
-            running=len(self._running),
+            running=len(self._running) + len(self._hanging),
             waiting=len(self._waiting),
             kv_usage=1 - self._blocks_free / blocks if blocks else 0.0,
             preemptions=0,
@@ -156,6 +205,7 @@ class StubEngine:
     def close(self) -> None:
         self._waiting.clear()
         self._running.clear()
+        self._hanging.clear()
 
     def _text(self, request: Request) -> str:
         if not self._echoes:

@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from bulkgen.engine.contract import EngineSettings
+from bulkgen.engine.memory import memory_cure
 from bulkgen.errors import EngineError
 from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Request
 
@@ -56,6 +57,7 @@ class VllmEngine:
         self._counters = _Counters()
         self._open: dict[str, bool] = {}  # request → whether vLLM itself makes its text
         self._refused: list[Failure] = []
+        self._cancelled: set[str] = set()
         try:
             # LLM_CLASS gives the defaults for offline use; the default context silently caps batch and sequences.
             self._engine = LLMEngine.from_engine_args(
@@ -69,12 +71,16 @@ class VllmEngine:
                 stat_loggers=[lambda config, index: self._counters],
             )
         except Exception as e:  # whatever stops vLLM from loading, the user sees it as one kind of error
-            raise EngineError(f"vLLM could not load {settings.model}: {_last_words(e)}") from e
+            words = f"vLLM could not load {settings.model}: {_last_words(e)}"
+            cure = memory_cure(f"{type(e).__name__}: {e}")
+            raise EngineError(f"{words}; {cure}" if cure else words) from e
         config = self._engine.vllm_config
         cache = config.cache_config
         self.limits = EngineLimits(
             max_model_len=config.model_config.max_model_len,
-            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
+            # vLLM does not start unless one sequence of max_model_len fits, however its layers share the blocks.
+            kv_tokens=max(cache.num_gpu_blocks or 0, -(-config.model_config.max_model_len // cache.block_size))
+            * cache.block_size,
             block_size=cache.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
         )
@@ -96,6 +102,15 @@ class VllmEngine:
                 continue
             self._open[name] = stops
 
+    def cancel(self, indices: Sequence[int]) -> None:
+        names = [name for name in map(str, indices) if self._open.pop(name, None) is not None]
+        self._cancelled.update(names)
+        self._refused = [failure for failure in self._refused if failure.index not in set(indices)]
+        try:
+            self._engine.abort_request(names)
+        except Exception as e:  # as in step
+            raise EngineError(f"vLLM died: {_last_words(e)}") from e
+
     def poll(self) -> list[Completion | Failure]:
         done: list[Completion | Failure] = list(self._refused)
         self._refused.clear()
@@ -106,8 +121,8 @@ class VllmEngine:
         except Exception as e:  # vLLM raises whatever its core died of
             raise EngineError(f"vLLM died: {_last_words(e)}") from e
         for output in outputs:
-            if output.finished and isinstance(output, RequestOutput):
-                has_text = self._open.pop(output.request_id)
+            if output.finished and isinstance(output, RequestOutput) and output.request_id not in self._cancelled:
+                has_text = self._open.pop(output.request_id, False)
                 done.append(self._result(output, has_text))
         return done
 
@@ -115,7 +130,7 @@ class VllmEngine:
         answer = output.outputs[0]
         if answer.finish_reason not in _FINISHED:
             reason = f"vLLM ended the request with finish_reason {answer.finish_reason!r}"
-            return Failure(int(output.request_id), "ended_by_engine", reason)
+            return Failure(int(output.request_id), "ended_by_engine", reason, transient=True)
         metrics = output.metrics
         text = answer.text
         if not has_text:
@@ -144,7 +159,7 @@ class VllmEngine:
         return EngineStats(
             running=c.running,
             # Requests that were added since the last step are not in the scheduler's own count yet.
-            waiting=max(c.waiting, len(self._open) - c.running),
+            waiting=max(0, self._engine.get_num_unfinished_requests() - c.running),
             kv_usage=c.kv_usage,
             preemptions=c.preemptions,
             prompt_tokens=c.prompt_tokens,

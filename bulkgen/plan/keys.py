@@ -5,7 +5,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from bulkgen.records import ROW_KEY_BYTES
+from bulkgen.records import IDENTITY_BYTES, ROW_KEY_BYTES
 
 # Fixed-width byte strings compare as their bytes do; all have full width, so numpy's padding never matters.
 KEY_TYPE = np.dtype(f"S{ROW_KEY_BYTES}")
@@ -18,7 +18,8 @@ def make_unique(keys: Keys) -> Ordinals:
     """Give rows that are the same in everything (id and content) keys of their own, in place; return the sort order.
 
     The second such row in input order gets a key derived from the first one's and its count, and so on, so that
-    equal rows keep their keys over resumes as long as their order among themselves stays.
+    equal rows keep their keys over resumes as long as their order among themselves stays. The half of a key that is
+    its row's identity stays as it is.
     """
     order = np.argsort(keys, kind="stable")
     while True:
@@ -30,14 +31,22 @@ def make_unique(keys: Keys) -> Ordinals:
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         counts = same - starts[np.searchsorted(starts, same, side="right") - 1]
         for place, count in zip(same, counts, strict=True):
-            digest = blake2b(whole(ordered[place]), digest_size=ROW_KEY_BYTES, salt=int(count).to_bytes(8, "big"))
-            keys[order[place]] = digest.digest()
+            key = whole(ordered[place])
+            digest = blake2b(key, digest_size=ROW_KEY_BYTES - IDENTITY_BYTES, salt=int(count).to_bytes(8, "big"))
+            keys[order[place]] = key[:IDENTITY_BYTES] + digest.digest()
         order = np.argsort(keys, kind="stable")
 
 
 def whole(key: bytes) -> bytes:
     """A key as numpy gives it, with the zero bytes at its end that numpy strips."""
     return bytes(key).ljust(ROW_KEY_BYTES, b"\0")
+
+
+def identities(keys: Keys) -> Keys:
+    """The half of each key that tells whose it is."""
+    whole_keys = np.ascontiguousarray(keys)
+    halves = whole_keys.view(f"S{IDENTITY_BYTES}").reshape(len(keys), -1)
+    return np.ascontiguousarray(halves[:, 0])
 
 
 def find(keys: Keys, order: Ordinals, wanted: Keys) -> Ordinals:

@@ -1,19 +1,21 @@
 """Reading a plan: its shards, the rows of one shard, and which rows are still to do."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bulkgen.plan.keys import KEY_TYPE, Keys, Ordinals, find, whole
+from bulkgen.plan.keys import KEY_TYPE, Keys, Ordinals, find, identities, whole
 from bulkgen.records import Shard
+from bulkgen.rundir import whole_file
 
-PENDING, REFUSED, COMMITTED = 0, 1, 2
+# A row that is apart is still to do, but is handed out by itself and no longer with its shard.
+PENDING, REFUSED, COMMITTED, APART = 0, 1, 2, 3
 
 ROW_TYPE = np.dtype([("ordinal", "<i8"), ("prompt_tokens", "<i4"), ("max_tokens", "<i4")])
 
@@ -23,6 +25,7 @@ PLAN_SCHEMA = pa.schema(
         ("tokens", pa.list_(pa.int32())),
         ("max_tokens", pa.int32()),
         ("overrides", pa.string()),
+        ("warnings", pa.string()),
     ]
 )
 
@@ -36,12 +39,53 @@ class PlannedRow:
     tokens: npt.NDArray[np.int32]
     max_tokens: int
     overrides: str
+    warnings: tuple[str, ...]
+
+
+class Offers:
+    """How often each row was given to an engine, and whether it is in one now: a byte a row, in shared memory.
+
+    Each row's byte is written by the replica that holds the row, and by the driver once that replica is dead. What
+    was written outlives the process that wrote it, however it died.
+    """
+
+    _IN_ENGINE, _DONE, _ATTEMPTS = 0x80, 0x40, 0x3F
+
+    def __init__(self, offers: npt.NDArray[np.uint8]) -> None:
+        self._offers = offers
+
+    def begin(self, ordinal: int) -> int:
+        """A row goes into an engine. Returns which attempt this is, from 1; stops counting at 63."""
+        attempt = min(int(self._offers[ordinal]) & self._ATTEMPTS, self._ATTEMPTS - 1) + 1
+        self._offers[ordinal] = self._IN_ENGINE | attempt
+        return attempt
+
+    def end(self, ordinal: int, done: bool) -> None:
+        """A row came out of it, or was taken out."""
+        self._offers[ordinal] = int(self._offers[ordinal]) & self._ATTEMPTS | (self._DONE if done else 0)
+
+    def attempts(self, ordinal: int) -> int:
+        """How often a row was given to an engine, under this plan."""
+        return int(self._offers[ordinal]) & self._ATTEMPTS
+
+    def take_back(self, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
+        """Of the rows of a dead replica: those that were in its engine, and those that it had done. Forgets both."""
+        offers = self._offers[ordinals]
+        self._offers[ordinals] = offers & self._ATTEMPTS
+        return ordinals[offers & self._IN_ENGINE != 0], ordinals[offers & self._DONE != 0]
+
+    def forget(self) -> None:
+        """No row is in an engine, nor has come out of one."""
+        self._offers &= self._ATTEMPTS
+
+
+Access = Literal["read", "replica", "driver"]
 
 
 class Plan:
-    """A plan on disk. `state` is shared by all processes of a run: the driver writes it, the others read it."""
+    """A plan on disk. `state` and `offers` are shared by all processes of a run: the driver writes `state`."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any], writable: bool) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], access: Access) -> None:
         self.folder = folder
         self.facts = facts
         self.rows: int = facts["rows"]
@@ -50,7 +94,10 @@ class Plan:
         self._keys: Keys = _mapped(folder / "keys.bin", KEY_TYPE, self.rows)
         self._order: Ordinals = _mapped(folder / "sorted.bin", np.dtype(np.int64), self.rows)
         self.state: npt.NDArray[np.uint8] = _mapped(
-            folder / "state.bin", np.dtype(np.uint8), self.rows, "r+" if writable else "r"
+            folder / "state.bin", np.dtype(np.uint8), self.rows, "r+" if access == "driver" else "r"
+        )
+        self.offers = Offers(
+            _mapped(folder / "offers.bin", np.dtype(np.uint8), self.rows, "r" if access == "read" else "r+")
         )
 
     def lookup(self, keys: Keys) -> Ordinals:
@@ -63,14 +110,62 @@ class Plan:
 
     def forget_commits(self) -> None:
         """Everything that is not refused is pending again; the manifest says what is committed."""
-        self.state[self.state == COMMITTED] = PENDING
+        self.state[self.state != REFUSED] = PENDING
+        self.offers.forget()
+
+    def reopen(self, ordinals: Ordinals) -> None:
+        """Committed rows are to be done once more."""
+        self.state[ordinals] = PENDING
+
+    def is_committed(self, ordinal: int) -> bool:
+        """Whether a row's result is in the manifest."""
+        return bool(self.state[ordinal] == COMMITTED)
+
+    def set_apart(self, ordinals: Ordinals) -> None:
+        """Rows are handed out by themselves from now on."""
+        self.state[ordinals] = APART
 
     def commit(self, ordinals: Ordinals) -> bool:
         """Mark rows as committed. False, and nothing marked, if one of them was already, or stands twice in it."""
-        if len(np.unique(ordinals)) != len(ordinals) or np.any(self.state[ordinals] != PENDING):
+        states = self.state[ordinals]
+        if len(np.unique(ordinals)) != len(ordinals) or np.any((states != PENDING) & (states != APART)):
             return False
         self.state[ordinals] = COMMITTED
         return True
+
+    def adopt(self, keys: Keys) -> int:
+        """Pending rows with the identity of one of `keys` take that key, so that its result is theirs.
+
+        Of several rows with one identity the first takes the first. Returns how many rows did. The plan on disk is
+        replaced; a crash meanwhile leaves none. Raises OutputError.
+        """
+        own = identities(self._keys)[self._order]
+        wanted = identities(keys)
+        left, right = np.searchsorted(own, wanted, "left"), np.searchsorted(own, wanted, "right")
+        taken: dict[int, int] = {}
+        for i in np.flatnonzero(right > left).tolist():
+            candidates = (int(o) for o in self._order[left[i] : right[i]])
+            ordinal = min((o for o in candidates if o not in taken and self.state[o] == PENDING), default=None)
+            if ordinal is not None:
+                taken[ordinal] = i
+        if taken:
+            new = np.array(self._keys)
+            new[list(taken)] = keys[list(taken.values())]
+            self._replace_keys(new)
+        return len(taken)
+
+    def _replace_keys(self, keys: Keys) -> None:
+        facts = (self.folder / "plan.json").read_text()
+        # Without it a plan is none, so keys and their order are never of two kinds.
+        (self.folder / "plan.json").unlink()
+        order = np.argsort(keys, kind="stable")
+        for name, array in (("keys.bin", keys), ("sorted.bin", order)):
+            with whole_file(self.folder / name) as path:
+                array.tofile(path)
+        with whole_file(self.folder / "plan.json") as path:
+            path.write_text(facts)
+        self._keys = _mapped(self.folder / "keys.bin", KEY_TYPE, self.rows)
+        self._order = _mapped(self.folder / "sorted.bin", np.dtype(np.int64), self.rows)
 
     def pending(self, shard: Shard) -> tuple[int, int, int]:
         """Rows, prompt tokens and output budget of a shard that are still to do."""
@@ -79,8 +174,18 @@ class Plan:
         todo = rows[self.state[rows["ordinal"]] == PENDING]
         return len(todo), int(todo["prompt_tokens"].sum()), int(todo["max_tokens"].sum())
 
-    def read(self, shard: Shard) -> Iterator[PlannedRow]:
-        """The pending rows of a shard, in input order; one batch of the bucket in memory at a time."""
+    def ordinals(self, shard: Shard) -> Ordinals:
+        """All rows of a shard, save those that are apart from it."""
+        rows = _mapped(self.folder / f"bucket-{shard.bucket:02d}.rows", ROW_TYPE)
+        ordinals = rows[shard.first : shard.first + shard.rows]["ordinal"].astype(np.int64)
+        together: Ordinals = ordinals[self.state[ordinals] != APART]
+        return together
+
+    def read(self, shard: Shard, only: Collection[int] | None = None) -> Iterator[PlannedRow]:
+        """The pending rows of a shard, or those with the ordinals of `only` in it, in input order.
+
+        One batch of the bucket is in memory at a time.
+        """
         sizes = self.facts["batch_rows"][str(shard.bucket)]
         ends = np.cumsum(sizes)
         end = shard.first + shard.rows
@@ -92,29 +197,30 @@ class Plan:
                     return
                 a = max(shard.first - start, 0)
                 batch = file.get_batch(number).slice(a, min(end - start, sizes[number]) - a)
-                yield from self._pending_rows(batch)
+                yield from self._rows(batch, only)
 
-    def _pending_rows(self, batch: pa.RecordBatch) -> Iterator[PlannedRow]:
-        tokens = batch.column(1)
-        values = tokens.values.to_numpy()
-        offsets = tokens.offsets.to_numpy()
+    def _rows(self, batch: pa.RecordBatch, only: Collection[int] | None) -> Iterator[PlannedRow]:
+        lists = batch.column(1)
+        values = lists.values.to_numpy()
+        offsets = lists.offsets.to_numpy()
         ordinals = batch.column(0).to_numpy()
         keys = self._keys[ordinals].tolist()
-        pending = (self.state[ordinals] == PENDING).tolist()
-        for i, (ordinal, max_tokens, overrides) in enumerate(
-            zip(ordinals.tolist(), batch.column(2).to_pylist(), batch.column(3).to_pylist(), strict=True)
-        ):
-            if pending[i]:
-                yield PlannedRow(ordinal, whole(keys[i]), values[offsets[i] : offsets[i + 1]], max_tokens, overrides)
+        wanted = (self.state[ordinals] == PENDING) if only is None else np.isin(ordinals, list(only))
+        chosen = wanted.tolist()
+        columns = [column.to_pylist() for column in batch.columns[2:]]
+        for i, (ordinal, max_tokens, overrides, warnings) in enumerate(zip(ordinals.tolist(), *columns, strict=True)):
+            if chosen[i]:
+                tokens = values[offsets[i] : offsets[i + 1]]
+                yield PlannedRow(ordinal, whole(keys[i]), tokens, max_tokens, overrides, tuple(warnings.split()))
 
 
-def load_plan(folder: Path, writable: bool = False) -> Plan:
-    """Open a plan; only who commits needs it writable. Raises FileNotFoundError or ValueError if it is not whole."""
+def load_plan(folder: Path, access: Access = "read") -> Plan:
+    """Open a plan. Raises FileNotFoundError or ValueError if it is not whole."""
     facts = json.loads((folder / "plan.json").read_text())
     for name, size in facts["files"].items():
         if (folder / name).stat().st_size != size:
             raise ValueError(f"{folder / name}: has not the size that it was written with")
-    return Plan(folder, facts, writable)
+    return Plan(folder, facts, access)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], rows: int | None = None, mode: Any = "r") -> npt.NDArray[Any]:

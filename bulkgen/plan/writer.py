@@ -59,6 +59,7 @@ class _Bucket:
                 pa.ListArray.from_arrays(pa.array(offsets), pa.array(_flat(rows, self._tokens))),
                 pa.array(index["max_tokens"]),
                 pa.array([p.overrides for p in rows], pa.string()),
+                pa.array([" ".join(p.warnings) for p in rows], pa.string()),
             ],
             schema=PLAN_SCHEMA,
         )
@@ -134,6 +135,7 @@ class PlanWriter:
             state = np.full(self._rows, PENDING, np.uint8)
             state[self._refused] = REFUSED
             state.tofile(self.folder / "state.bin")
+            np.zeros(self._rows, np.uint8).tofile(self.folder / "offers.bin")
             shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas))
             facts = facts | {
                 "rows": self._rows,
@@ -150,7 +152,7 @@ class PlanWriter:
             sync(self._final.parent)
         except OSError as e:
             raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
-        return load_plan(self._final, writable=True)
+        return load_plan(self._final, "driver")
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bulkgen.records import ROW_KEY_BYTES
+from bulkgen.records import IDENTITY_BYTES, ROW_KEY_BYTES
 
 
 def canonical(value: Any) -> str:
@@ -23,14 +23,15 @@ def _tagged(value: Any) -> Any:
 
 
 class KeyMaker:
-    """Hashes identity and content to ROW_KEY_BYTES bytes.
+    """Makes keys of ROW_KEY_BYTES bytes: half of it a hash of the identity, half of it one of identity and content.
 
     The identity is the row's id, as typed JSON, so that 1, 1.0 and "1" are three rows; without an id it is file and
     position. The content is what would be sent: model, sampling, token ids. Every part is preceded by its length.
+    So the first half tells the same row with other content, and equality of the whole is that of 128 bits.
     """
 
     def __init__(self, model: str, constants: Mapping[str, Any]) -> None:
-        self._begun = blake2b(digest_size=ROW_KEY_BYTES)
+        self._begun = blake2b(digest_size=ROW_KEY_BYTES - IDENTITY_BYTES)
         for part in (model, canonical(dict(constants))):
             _add(self._begun, part.encode(errors="surrogatepass"))
 
@@ -40,14 +41,18 @@ class KeyMaker:
         _add(digest, identity)
         _add(digest, f"{overrides}{max_tokens}".encode(errors="surrogatepass"))
         _add(digest, np.asarray(tokens, "<i4").tobytes())
-        return digest.digest()
+        return _hash(identity) + bytes(digest.digest())
 
     def refused(self, identity: bytes, code: str, content: bytes) -> bytes:
         """The key of a row that cannot be sent."""
         digest = self._begun.copy()
         for part in (identity, b"refused", code.encode(), content):
             _add(digest, part)
-        return digest.digest()
+        return _hash(identity) + bytes(digest.digest())
+
+
+def _hash(identity: bytes) -> bytes:
+    return blake2b(identity, digest_size=IDENTITY_BYTES).digest()
 
 
 def identity(row_id: Any, file: str, position: int) -> bytes:

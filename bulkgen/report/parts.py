@@ -21,8 +21,9 @@ from bulkgen.errors import OutputError
 from bulkgen.records import DONE, ROW_KEY_BYTES
 from bulkgen.report.model import Latency, Percentiles, ShardReport
 
-# Takes row keys as fixed-width byte strings (numpy S16), says which of them are in the current plan.
-InPlan = Callable[[npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
+# Takes a part and its row keys as fixed-width byte strings (numpy S16), says which rows are in the current plan and
+# were not done again since.
+InPlan = Callable[[Path, npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
 _KINDS = ("shard", "status", "finish_reason", "error_code")
@@ -62,7 +63,7 @@ def sum_stale(parts: Sequence[Part], in_plan: InPlan) -> pl.DataFrame:
     frames = [no_sums()]
     for part in parts:
         with _readable([part]):
-            stale = ~in_plan(_keys(part.path))
+            stale = ~in_plan(part.path, _keys(part.path))
             if stale.any():
                 columns = [*_KINDS, *_TOKENS, "e2e_s"]
                 rows = pl.read_parquet(part.path, columns=columns).filter(pl.Series(stale))

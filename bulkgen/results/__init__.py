@@ -1,18 +1,26 @@
 """Results on disk: part files in finish order, refused rows, and the merge of both with the input in input order."""
 
 from bulkgen.results.merge import MergeResult, merge
-from bulkgen.results.parts import PART_SCHEMA, PartRow, done_row, failed_row, read_keys, write_part
+from bulkgen.results.parts import PART_SCHEMA, About, PartRow, done_row, failed_row, read_keys, write_part
 from bulkgen.results.refused import RefusedWriter, read_refused
+from bulkgen.results.retired import keys_of_done, keys_to_retry, load_keys, write_keys
+from bulkgen.results.spool import CommittedPart
 
 __all__ = [
     "PART_SCHEMA",
+    "About",
+    "CommittedPart",
     "MergeResult",
     "PartRow",
     "RefusedWriter",
     "done_row",
     "failed_row",
+    "keys_of_done",
+    "keys_to_retry",
+    "load_keys",
     "merge",
     "read_keys",
     "read_refused",
+    "write_keys",
     "write_part",
 ]

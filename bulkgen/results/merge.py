@@ -24,7 +24,7 @@ from bulkgen.results.disk import ParquetSink
 from bulkgen.results.failures import FAILURES_SCHEMA, InputTable, failure_records
 from bulkgen.results.output import open_output, output_schema
 from bulkgen.results.refused import REFUSED_SCHEMA, read_refused
-from bulkgen.results.spool import RESULT_SCHEMA, Keys, results_in_order
+from bulkgen.results.spool import RESULT_SCHEMA, CommittedPart, Keys, results_in_order
 from bulkgen.rundir import whole_file
 
 
@@ -39,7 +39,7 @@ class MergeResult:
 
 def merge(
     *,
-    parts: Sequence[Path],
+    parts: Sequence[CommittedPart],
     keys: Keys,
     tables: Iterable[InputTable],
     refused: Path,
@@ -168,6 +168,7 @@ def _as_results(refused: pa.Table) -> pa.Table:
         "prompt_tokens": refused["prompt_tokens"],
         "error_code": refused["code"],
         "error": refused["message"],
+        "attempts": pa.array(np.zeros(rows, np.int32)),
     }
     columns = [known[f.name] if f.name in known else pa.nulls(rows, f.type) for f in RESULT_SCHEMA]
     return pa.Table.from_arrays(columns, schema=RESULT_SCHEMA)

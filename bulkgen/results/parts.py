@@ -1,6 +1,7 @@
 """Part files: results in the order in which they finished, without the input's columns, whole or not at all."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,16 +32,30 @@ PART_SCHEMA = pa.schema(
         ("e2e_s", pa.float64()),
         ("error_code", pa.string()),
         ("error", pa.string()),
+        ("warnings", pa.list_(pa.string())),
+        ("attempts", pa.int32()),
+        ("settings_key", pa.string()),
     ]
 )
 # Columns with few distinct values. Texts are stored plainly, so that the file's own figures tell how large they are
 # in memory, however often one is repeated.
-_DICTIONARY = ["shard", "status", "finish_reason", "prompt_tokens", "cached_tokens", "output_tokens", "error_code"]
+_DICTIONARY = [
+    "shard",
+    "status",
+    "finish_reason",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "error_code",
+    "attempts",
+    "settings_key",
+]
 # Rows that are turned into columns at once: bounded, and far from the 2 GiB that 32-bit offsets reach.
 _CHUNK_CHARACTERS = 16 << 20
 _READ_ROWS, _READ_BYTES = 65_536, 16 << 20
 # What a row takes in memory beside its texts: numbers, offsets, and the short strings that the file keeps once.
 _ROW_BYTES = 100
+EMPTY_OUTPUT = "empty_output"
 _CURE = "it was committed, so restore it from a copy, or remove the run folder to generate everything again"
 
 
@@ -61,31 +76,69 @@ class PartRow(NamedTuple):
     e2e_s: float | None
     error_code: str | None
     error: str | None
+    warnings: Sequence[str] | None
+    attempts: int
+    settings_key: str
 
 
-def done_row(key: bytes, shard: int, c: Completion) -> PartRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What is known of a row beside its result.
+
+    `attempts` counts how often an engine was given it, `settings_key` names the settings that made its request.
+    """
+
+    key: bytes
+    shard: int
+    warnings: tuple[str, ...] = ()
+    attempts: int = 1
+    settings_key: str = ""
+
+
+def done_row(row: About, c: Completion) -> PartRow:
     """The record of a row that was generated."""
     return PartRow(
-        key,
-        shard,
-        DONE,
-        c.text,
-        c.finish_reason,
-        c.prompt_tokens,
-        c.cached_tokens,
-        c.output_tokens,
-        c.queued_s,
-        c.ttft_s,
-        c.tpot_s,
-        c.e2e_s,
-        None,
-        None,
+        key=row.key,
+        shard=row.shard,
+        status=DONE,
+        text=c.text,
+        finish_reason=c.finish_reason,
+        prompt_tokens=c.prompt_tokens,
+        cached_tokens=c.cached_tokens,
+        output_tokens=c.output_tokens,
+        queued_s=c.queued_s,
+        ttft_s=c.ttft_s,
+        tpot_s=c.tpot_s,
+        e2e_s=c.e2e_s,
+        error_code=None,
+        error=None,
+        warnings=[*row.warnings, *c.warnings, *([] if c.text else [EMPTY_OUTPUT])] or None,
+        attempts=row.attempts,
+        settings_key=row.settings_key,
     )
 
 
-def failed_row(key: bytes, shard: int, f: Failure) -> PartRow:
+def failed_row(row: About, f: Failure) -> PartRow:
     """The record of a row that the engine could not generate."""
-    return PartRow(key, shard, FAILED, None, None, None, None, None, None, None, None, None, f.code, f.message)
+    return PartRow(
+        key=row.key,
+        shard=row.shard,
+        status=FAILED,
+        text=None,
+        finish_reason=None,
+        prompt_tokens=None,
+        cached_tokens=None,
+        output_tokens=None,
+        queued_s=None,
+        ttft_s=None,
+        tpot_s=None,
+        e2e_s=None,
+        error_code=f.code,
+        error=f.message,
+        warnings=list(row.warnings) or None,
+        attempts=row.attempts,
+        settings_key=row.settings_key,
+    )
 
 
 def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:

@@ -44,15 +44,23 @@ class Keys(Protocol):
         """The keys of rows; each row has its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommittedPart:
+    """A part, and the keys of those of its rows that were done again later, so that they no longer count."""
+
+    path: Path
+    retired: npt.NDArray[np.bytes_] | None = None
+
+
 def results_in_order(
-    parts: Sequence[Path], keys: Keys, scratch: Path, between_parts: Callable[[], None]
+    parts: Sequence[CommittedPart], keys: Keys, scratch: Path, between_parts: Callable[[], None]
 ) -> Generator[pa.Table, None, None]:
     """The results of `parts` that belong to `keys` by rising ordinal, as tables of RESULT_SCHEMA of bounded size.
 
     Temporary data lies in the folder `scratch`, in files without a name, which no crash can leave behind.
     `between_parts` is called now and then while nothing comes out yet. Raises OutputError.
     """
-    size = sum(part_bytes(part) for part in parts)
+    size = sum(part_bytes(part.path) for part in parts)
     return _in_order(_found(parts, keys, between_parts), _Stretch(0, keys.rows, size), scratch)
 
 
@@ -71,13 +79,15 @@ class _Stretch:
         self.size_bytes += size_bytes
 
 
-def _found(parts: Sequence[Path], keys: Keys, between_parts: Callable[[], None]) -> Iterator[pa.RecordBatch]:
+def _found(parts: Sequence[CommittedPart], keys: Keys, between_parts: Callable[[], None]) -> Iterator[pa.RecordBatch]:
     """The rows of all parts that have an ordinal, some MB at a time, each time sorted."""
     gathered: list[pa.RecordBatch] = []
     size = 0
     for part in parts:
         between_parts()
-        for batch in read_part(part):
+        for batch in read_part(part.path):
+            if part.retired is not None:
+                batch = batch.filter(pa.array(~np.isin(as_keys(batch.column(0)), part.retired)))
             gathered.append(batch)
             size += batch.nbytes
             if size >= _GATHER_BYTES:

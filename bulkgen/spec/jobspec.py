@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from bulkgen.errors import SpecError
 from bulkgen.records import RESULT_COLUMNS
@@ -19,6 +19,8 @@ OWN_COLUMNS = frozenset(("status", *RESULT_COLUMNS))
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class InputSpec(Section):
@@ -105,10 +107,16 @@ class StubSpec(Section):
     )
     output_tokens: Count | None = Field(default=None, description="of every row; unset: drawn from seed and prompt")
     kv_tokens: Count = Field(default=1 << 20, description="size of the KV cache")
-    fail_rate: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="share of rows that are refused")
+    fail_rate: Share = Field(default=0.0, description="share of rows that are refused")
     die_on_start: Annotated[int, Field(ge=0)] = Field(default=0, description="how many incarnations die while loading")
     die_at: list[Count] = Field(default=[], description="the nth incarnation is killed after so many rows")
     hang_at: list[Count] = Field(default=[], description="the nth incarnation falls silent after so many rows")
+    poison: list[Text] = Field(default=[], description="a prompt that holds one of these texts kills the process")
+    stuck: list[Text] = Field(default=[], description="a prompt that holds one of these texts is never finished")
+    flaky_rate: Share = Field(default=0.0, description="share of rows that fail once and succeed when tried again")
+    double_rate: Share = Field(default=0.0, description="share of answers that the first incarnation gives twice")
+    lose_rate: Share = Field(default=0.0, description="share of answers that the first incarnation never gives")
+    swap_rate: Share = Field(default=0.0, description="share of its answers that are to a prompt of another length")
     shuffle: bool = Field(default=False, description="rows that end together come out in random order")
 
 
@@ -123,7 +131,17 @@ class EngineSpec(Section):
         default=1, description="engine processes: one a GPU or tensor-parallel group; on CPU, cores are divided"
     )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
-        default=3, description="times a replica that died is started again"
+        default=3, description="times in a row a replica is started again without having finished a row in between"
+    )
+    max_attempts: Count = Field(
+        default=3, description="times a row is given to an engine that fails it for a reason that may not lie in it"
+    )
+    start_timeout_s: Seconds = Field(default=3600.0, description="seconds an engine may take to load")
+    stall_s: Seconds = Field(
+        default=600.0, description="seconds an engine may hold rows without computing a token before it is started anew"
+    )
+    row_timeout_s: Seconds = Field(
+        default=7200.0, description="seconds a row may be in the engine, its queue included, before it fails"
     )
     max_model_len: Count | None = Field(
         default=None, description="prompt and output tokens together; unset: the model's own"
@@ -162,7 +180,8 @@ class EngineSpec(Section):
 
     def vllm_args(self) -> dict[str, Any]:
         """What is set, as vLLM's EngineArgs."""
-        ours = {"config", "kind", "replicas", "max_restarts", "args", "env", "stub"}
+        ours = {"config", "kind", "replicas", "args", "env", "stub"}
+        ours |= {"max_restarts", "max_attempts", "start_timeout_s", "stall_s", "row_timeout_s"}
         named = {name: value for name, value in self if name not in ours and value is not None}
         return {**named, **self.args}
 
@@ -263,9 +282,23 @@ class JobSpec(Section):
         return {
             "model": self.model,
             "revision": self.revision,
-            "prompt": prompt | {"chat_template": self.chat_template_text()},
+            "input": prompt | {"chat_template": self.chat_template_text()},
             "sampling": self.sampling.model_dump(mode="json"),
         }
+
+
+def default_of(key: str) -> Any:
+    """The default of a key of the spec, as plain data; None for one that has none."""
+    section: type[BaseModel] = JobSpec
+    *sections, name = key.split(".")
+    for part in sections:
+        field = section.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return None
+        section = field.annotation
+    known = section.model_fields.get(name)
+    default = None if known is None or known.is_required() else known.get_default(call_default_factory=True)
+    return default.model_dump(mode="json") if isinstance(default, BaseModel) else default
 
 
 def spec_json_schema() -> dict[str, Any]:

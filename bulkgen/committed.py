@@ -1,0 +1,88 @@
+"""What of a run counts: the manifest's parts in their order, less what was retried since, and what is to be retried.
+
+A retry is a record in the manifest and a file of row keys: rows of earlier parts with these keys no longer count, so
+that they are generated again; their results stay in the parts, as work that was done.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bulkgen.plan import Plan
+from bulkgen.results import CommittedPart, keys_of_done, keys_to_retry, load_keys, read_keys, write_keys
+from bulkgen.rundir import Manifest, RunDir
+
+Keys = npt.NDArray[np.bytes_]
+
+
+def committed_parts(run: RunDir, records: Sequence[Mapping[str, Any]]) -> list[CommittedPart]:
+    """The parts in a manifest's records, oldest first, with the keys in each that no longer count.
+
+    Raises OutputError.
+    """
+    parts: list[CommittedPart] = []
+    retired: Keys | None = None
+    for record in reversed(records):
+        if record["record"] == "retry":
+            keys = load_keys(run.parts / record["name"], record["rows"])
+            retired = keys if retired is None else np.concatenate([retired, keys])
+        elif record["record"] == "part":
+            parts.append(CommittedPart(run.parts / record["name"], retired))
+    return parts[::-1]
+
+
+class Committed:
+    """The results of a run that count, by its manifest at the time of each call."""
+
+    def __init__(self, run: RunDir, manifest: Manifest) -> None:
+        self._run = run
+        self._manifest = manifest
+
+    def parts(self) -> list[CommittedPart]:
+        """All parts, oldest first, with the keys in each that no longer count."""
+        return committed_parts(self._run, self._manifest.records)
+
+    def mark(self, plan: Plan) -> None:
+        """Bring a plan to what the manifest says is committed."""
+        self._replay(plan)
+        choices = self._manifest.of("changed")
+        if choices and choices[-1]["choice"] == "keep" and plan.adopt(self._kept(plan)):
+            self._replay(plan)
+
+    def _replay(self, plan: Plan) -> None:
+        plan.forget_commits()
+        for entry in self._manifest.records:
+            if entry["record"] == "part":
+                ordinals = plan.lookup(read_keys(self._run.parts / entry["name"]))
+                plan.commit(ordinals[ordinals >= 0])
+            elif entry["record"] == "retry":
+                ordinals = plan.lookup(load_keys(self._run.parts / entry["name"], entry["rows"]))
+                plan.reopen(ordinals[ordinals >= 0])
+
+    def _kept(self, plan: Plan) -> Keys:
+        """Keys of done rows that the plan does not know, since other settings made them, the latest first.
+
+        What was made before the user last chose to do all rows again is not among them.
+        """
+        records = self._manifest.records
+        anew = [i for i, r in enumerate(records) if r["record"] == "changed" and r["choice"] == "again"]
+        keys = [keys_of_done(part) for part in reversed(committed_parts(self._run, records[max(anew, default=0) :]))]
+        done = np.concatenate(keys) if keys else np.empty(0, "S16")
+        return done[plan.lookup(done) < 0]
+
+    def retry(self, what: Sequence[str], start: int) -> int:
+        """Let rows go again: `failed`, `truncated` (cut at max_tokens), or an error or warning code.
+
+        Returns how many. They are on record before this returns.
+        """
+        keys = [keys_to_retry(part, what) for part in self.parts()]
+        again = np.concatenate(keys) if keys else np.empty(0, "S16")
+        if len(again):
+            name = f"retry-s{start:04d}.keys"
+            write_keys(self._run.parts / name, again)
+            self._manifest.append(
+                {"record": "retry", "start": start, "name": name, "what": list(what), "rows": len(again)}
+            )
+        return len(again)

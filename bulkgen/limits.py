@@ -1,0 +1,42 @@
+"""When a job is plainly wrong: how many failed rows it takes to stop one. Pure arithmetic."""
+
+import re
+from dataclasses import dataclass
+
+from bulkgen.errors import SpecError
+
+# Of fewer rows nothing is concluded: neither that all fail, nor which share does.
+_ENOUGH_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLimit:
+    """How many rows may fail, as a number or as a share (0..1) of those that were tried.
+
+    Without either a job is stopped when its first hundred rows all fail.
+    """
+
+    most: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> "FailureLimit":
+        """`50` or `5%`; None for the default. Raises SpecError."""
+        if text is None:
+            return cls()
+        number = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)%", text.strip())
+        if number is None or (number[2] and float(number[2]) > 100):
+            raise SpecError(f"--max-failures {text}: must be a number of rows or a share of them, such as 50 or 5%")
+        return cls(most=int(number[1])) if number[1] else cls(share=float(number[2]) / 100)
+
+    def exceeded(self, failed: int, tried: int) -> str | None:
+        """Why to stop after `failed` of `tried` rows, in words; None to go on."""
+        if self.most is not None:
+            return f"{failed} rows failed, --max-failures allows {self.most}" if failed > self.most else None
+        if tried < _ENOUGH_ROWS:
+            return None
+        if self.share is not None:
+            share = failed / tried
+            allowed = f"--max-failures allows {self.share:.6g} of them"
+            return f"{failed} of {tried} rows failed, {allowed}" if share > self.share else None
+        return f"the first {tried} rows all failed" if failed == tried else None

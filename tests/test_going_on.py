@@ -1,0 +1,228 @@
+"""Going on with a run whose settings changed, doing rows once more, and stopping a job that is plainly wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bulkgen.errors import SpecError
+from bulkgen.limits import FailureLimit
+from bulkgen.replica import row_seed
+from tests.harness import Job, bulkgen, prompts
+
+MakeJob = Callable[..., Job]
+
+
+def whole(job: Job) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(bulkgen("report", str(job.output), "--json").out)["whole"]
+    return report
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("input.template=T {{ prompt }}", ["input.template was null", "T {{ prompt }}"]),
+        ("sampling.temperature=0.7", ["sampling.temperature was 1.0 and is 0.7"]),
+        ("sampling.max_tokens=9", ["sampling.max_tokens was 8 and is 9"]),
+        ("sampling.stop=END", ["sampling.stop was null", "END"]),
+        ("input.id=null", ["input.id"]),
+    ],
+)
+def test_56_changed_settings_need_a_choice(make_job: MakeJob, override: str, words: list[str]) -> None:
+    job = make_job(prompts(20))
+    job.run()
+    before = job.output.read_bytes(), (job.run_folder / "manifest.jsonl").read_bytes()
+    sets = ["--set", override] + (["--set", "input.prompt=null"] if "template" in override else [])
+    ended = job.run(*sets)
+    assert ended.code == 2
+    assert all(word in ended.err for word in [*words, "--changed again", "--changed keep"])
+    assert (job.output.read_bytes(), (job.run_folder / "manifest.jsonl").read_bytes()) == before
+    if "input.id" not in override:
+        assert job.run(*sets, "--changed", "keep").code == 0
+        assert len(job.committed_keys()) == 20
+    assert job.run(*sets, "--changed", "again").code == 0
+
+
+def test_56_a_chat_template_edited_in_place(make_job: MakeJob) -> None:
+    job = make_job(None, input={"chat_template": "chat.jinja"})
+    (job.folder / "chat.jinja").write_text("{{ messages[0].content }}")
+    job.write(prompts(5))
+    assert job.run().code == 0
+    (job.folder / "chat.jinja").write_text("{{ messages[0].content }}!")
+    ended = job.run()
+    assert ended.code == 2
+    assert "input.chat_template was" in ended.err
+
+
+def test_56_what_makes_no_other_request_changes_nothing(make_job: MakeJob) -> None:
+    job = make_job(prompts(20))
+    job.run()
+    text = job.path.read_text()
+    job.path.write_text("# a comment\n" + text.replace("out.parquet", "./x/../out.parquet"))
+    assert job.run("--set", "shards.target_rows=3", "--set", "output.commit_rows=2").code == 0
+    assert len(job.committed_keys()) == 20
+
+
+def test_kept_rows_keep_their_results_and_say_so(make_job: MakeJob) -> None:
+    job = make_job(prompts(20))
+    job.run()
+    first = {row["id"]: (row["row_key"], row["settings_key"]) for row in job.rows()}
+    job.write(prompts(30))
+    assert job.run("--set", "sampling.max_tokens=20", "--changed", "keep").code == 0
+    rows = job.rows()
+    assert {row["id"]: (row["row_key"], row["settings_key"]) for row in rows[:20]} == first
+    assert len({row["settings_key"] for row in rows}) == 2
+    assert [row["id"] for row in rows] == [row["id"] for row in prompts(30)]
+    assert len(job.committed_keys()) == 30
+    # New rows later: still nothing of the old is done again.
+    job.write(prompts(35))
+    assert job.run("--set", "sampling.max_tokens=20").code == 0
+    assert len(job.committed_keys()) == 35
+    assert {row["id"]: (row["row_key"], row["settings_key"]) for row in job.rows()[:20]} == first
+    assert whole(job)["rows"] == whole(job)["done"] == 35
+
+
+def test_kept_and_then_generated_again_after_all(make_job: MakeJob) -> None:
+    job = make_job(prompts(20))
+    job.run()
+    job.run("--set", "sampling.max_tokens=20", "--changed", "keep")
+    assert job.run("--set", "sampling.max_tokens=30", "--changed", "again").code == 0
+    assert len({row["settings_key"] for row in job.rows()}) == 1
+    assert len(job.committed_keys()) == 40
+
+
+def test_keeping_leaves_failed_rows_to_the_new_settings(make_job: MakeJob) -> None:
+    job = make_job(prompts(40), engine={"stub": {"fail_rate": 0.5}})
+    assert job.run().code == 3
+    done = {row["id"]: row["row_key"] for row in job.rows() if row["status"] == "done"}
+    more = ("--set", "sampling.max_tokens=9", "--set", "engine.stub.fail_rate=0")
+    assert job.run(*more, "--changed", "keep").code == 0
+    rows = {row["id"]: row["row_key"] for row in job.rows()}
+    assert done.items() < rows.items()
+
+
+def test_equal_ids_are_kept_each_once(make_job: MakeJob) -> None:
+    rows = [{"id": "same", "prompt": f"text {i % 2}"} for i in range(6)]
+    job = make_job(rows)
+    job.run()
+    assert job.run("--set", "sampling.max_tokens=9", "--changed", "keep").code == 0
+    assert len(job.committed_keys()) == 6
+    assert len({row["row_key"] for row in job.rows()}) == 6
+
+
+def test_retry_does_what_is_named_and_nothing_else(make_job: MakeJob) -> None:
+    job = make_job(prompts(60), engine={"stub": {"fail_rate": 0.3}})
+    assert job.run().code == 3
+    before = {row["id"]: row["row_key"] for row in job.rows()}
+    failed = [row["id"] for row in job.rows() if row["status"] == "failed"]
+    assert job.run("--retry", "poison").code == 3
+    assert job.run("--retry", "failed", "--set", "engine.stub.fail_rate=0").code == 0
+    assert {row["id"]: row["row_key"] for row in job.rows()} == before
+    assert job.manifest("retry")[0]["rows"] == len(failed)
+    assert len(job.committed_keys()) == 60 + len(failed)
+    report = whole(job)
+    assert (report["rows"], report["done"], report["failed"], report["pending"]) == (60, 60, 0, 0)
+    assert report["output_tokens"] == sum(row["output_tokens"] for row in job.rows())
+    assert job.failures() == []
+    assert job.run().code == 0
+    assert len(job.committed_keys()) == 60 + len(failed)
+
+
+def test_retry_of_truncated_rows_with_more_tokens(make_job: MakeJob) -> None:
+    job = make_job(prompts(60))
+    job.run()
+    cut = {row["id"] for row in job.rows() if row["finish_reason"] == "length"}
+    assert cut
+    more = ("--set", "sampling.max_tokens=500", "--changed", "keep")
+    assert job.run(*more, "--retry", "truncated").code == 0
+    by_settings: dict[str, set[str]] = {}
+    for row in job.rows():
+        by_settings.setdefault(row["settings_key"], set()).add(row["id"])
+    assert cut in by_settings.values()
+    assert len(by_settings) == 2
+
+
+def test_a_retry_that_was_killed_goes_on(make_job: MakeJob) -> None:
+    job = make_job(prompts(60), engine={"stub": {"fail_rate": 0.5}})
+    assert job.run().code == 3
+    dies = ("--set", "engine.stub.poison=[row]", "--set", "engine.stub.fail_rate=0", "--set", "engine.max_restarts=0")
+    assert job.run("--retry", "failed", *dies).code == 4
+    assert job.run("--set", "engine.stub.fail_rate=0").code == 0
+    assert {row["status"] for row in job.rows()} == {"done"}
+
+
+def test_a_job_whose_first_rows_all_fail_is_stopped_before_the_engine(make_job: MakeJob) -> None:
+    job = make_job([{"id": i, "prompt": ""} for i in range(3000)], engine={"stub": {"die_on_start": 9}})
+    ended = job.run()
+    assert ended.code == 6
+    assert "in.jsonl:1: empty_prompt" in ended.err
+    assert "--max-failures 100%" in ended.err
+    assert job.run("--max-failures", "100%").code == 3
+
+
+def test_a_job_whose_rows_all_fail_in_the_engine_is_stopped(make_job: MakeJob) -> None:
+    job = make_job(prompts(2000), engine={"max_num_seqs": 50, "stub": {"fail_rate": 1}}, output={"commit_rows": 50})
+    ended = job.run()
+    assert ended.code == 6
+    assert "rows all failed" in ended.err
+    assert len(job.committed_keys()) < 2000
+
+
+def test_max_failures_as_a_number(make_job: MakeJob) -> None:
+    rows = prompts(300)
+    for i in range(0, 300, 30):
+        rows[i]["prompt"] = ""
+    job = make_job(rows)
+    assert job.run("--max-failures", "9").code == 6
+    assert job.run("--max-failures", "10").code == 3
+
+
+def test_few_rows_that_all_fail_are_just_failed(make_job: MakeJob) -> None:
+    job = make_job([{"id": i, "prompt": ""} for i in range(20)])
+    assert job.run().code == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "tried", "stops"),
+    [
+        (None, 99, 99, False),
+        (None, 100, 100, True),
+        (None, 100, 101, False),
+        ("5", 5, 5, False),
+        ("5", 6, 1000, True),
+        ("5%", 99, 99, False),
+        ("5%", 6, 100, True),
+        ("5%", 5, 100, False),
+        ("0%", 1, 200, True),
+        ("100%", 500, 500, False),
+    ],
+)
+def test_failure_limit(text: str | None, failed: int, tried: int, stops: bool) -> None:
+    assert (FailureLimit.parse(text).exceeded(failed, tried) is not None) == stops
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "5 %%", "101%", "1.5"])
+def test_a_wrong_failure_limit(text: str) -> None:
+    with pytest.raises(SpecError, match="such as 50 or 5%"):
+        FailureLimit.parse(text)
+
+
+def test_seeds_follow_from_the_jobs_seed_and_the_row_alone() -> None:
+    keys = [bytes([i]) * 16 for i in range(50)]
+    seeds = [row_seed(7, key) for key in keys]
+    assert seeds == [row_seed(7, key) for key in keys]
+    assert len(set(seeds)) == 50
+    assert not set(seeds) & {row_seed(8, key) for key in keys}
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert row_seed(-1, keys[0]) != row_seed(1, keys[0])
+
+
+def test_a_row_has_its_key_wherever_it_stands(make_job: MakeJob, tmp_path: Path) -> None:
+    rows = prompts(20)
+    job, other = make_job(rows), make_job(rows[::-1], shards={"target_rows": 3})
+    job.run()
+    other.run()
+    keys = [{row["id"]: row["row_key"] for row in j.rows()} for j in (job, other)]
+    assert keys[0] == keys[1]
