@@ -80,7 +80,7 @@ class Committed:
         keys = [keys_to_retry(part, what) for part in self.parts()]
         again = np.concatenate(keys) if keys else np.empty(0, "S16")
         if len(again):
-            name = f"retry-s{start:04d}.keys"
+            name = f"retry-{len(self._manifest.of('retry')) + 1:04d}.keys"
             write_keys(self._run.parts / name, again)
             self._manifest.append(
                 {"record": "retry", "start": start, "name": name, "what": list(what), "rows": len(again)}

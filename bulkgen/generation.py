@@ -216,7 +216,15 @@ class Generation:
         write_part(self._run.parts, name, records)
         sums = dict.fromkeys(SUMS, 0) | {"failed": len(rows)}
         self._commit(
-            None, {"name": name, "rows": len(rows), **sums, "first_offered_at": None, "last_completed_at": None}
+            None,
+            {
+                "name": name,
+                "rows": len(rows),
+                **sums,
+                "first_offered_at": None,
+                "last_completed_at": None,
+                "write_s": 0.0,
+            },
         )
         self._say(f"{len(rows)} row{'s' if len(rows) > 1 else ''} failed as poison: {reason}")
 

@@ -89,8 +89,9 @@ def run_job(spec: JobSpec, progress: Progress, options: Options) -> Outcome:
         stop.check()
         run.create()
         with run.held():
-            start = _Start(spec, run, dataset, model, progress, stop, options)
+            start = _Start(spec, run, dataset, model, progress, stop)
             with closing(start.manifest):
+                start.heed(options)
                 return start.finished() or start.go()
 
 
@@ -105,9 +106,8 @@ class _Start:
         model: Model,
         progress: Progress,
         stop: StopFlag,
-        options: Options,
     ) -> None:
-        self.options = options
+        self.failure_limit = FailureLimit()
         self.spec = spec
         self.run = run
         self.dataset = dataset
@@ -137,7 +137,6 @@ class _Start:
 
     def finished(self) -> Outcome | None:
         """The outcome of the last merge, if nothing came after it and what it was made from and wrote is the same."""
-        self._take_options()
         done = [r for r in self.manifest.records if r["record"] in ("plan", "retry", "changed", "merging", "merged")]
         # A plan or a merge that has begun and not ended may be of another spec, and have replaced files already.
         if not done or done[-1]["record"] != "merged":
@@ -149,9 +148,12 @@ class _Start:
             self.manifest.append({"record": "price", "usd_per_hour": self.spec.price.usd_per_hour})
         return self._outcome(last, "nothing to do: this job is finished and its input unchanged")
 
-    def _take_options(self) -> None:
-        """Put on record what the user chose for settings that changed, and what is to be done once more."""
-        choice = self.options.changed
+    def heed(self, options: Options) -> None:
+        """Put on record what the user chose for settings that changed, and what is to be done once more.
+
+        Raises SpecError where settings changed and nothing was chosen.
+        """
+        choice = options.changed
         if check_settings(self.spec, self.settings, self.manifest.records, choice):
             self.manifest.append(
                 {
@@ -161,9 +163,10 @@ class _Start:
                     "settings_key": settings_key(self.settings),
                 }
             )
-        if self.options.retry:
-            rows = self.committed.retry(self.options.retry, self.number)
-            self.say(f"{rows} rows go again ({', '.join(self.options.retry)})" if rows else "no row to go again")
+        self.failure_limit = options.failure_limit
+        if options.retry:
+            rows = self.committed.retry(options.retry, self.number)
+            self.say(f"{rows} rows go again ({', '.join(options.retry)})" if rows else "no row to go again")
 
     def _made_of(self) -> str:
         """What shapes the output: rows, prompts, model and sampling, and how the output is laid out."""
@@ -234,7 +237,7 @@ class _Start:
             self.model,
             self.run,
             {"made_from": self._plan_made_from()},
-            self.options.failure_limit,
+            self.failure_limit,
             self.stop.check,
             self._show_planning,
         )
@@ -314,7 +317,7 @@ class _Start:
                 max_restarts=self.spec.engine.max_restarts,
                 start_timeout_s=self.spec.engine.start_timeout_s,
                 stall_s=self.spec.engine.stall_s,
-                failures=self.options.failure_limit,
+                failures=self.failure_limit,
             ),
             show=self._show,
             say=self.say,

@@ -28,7 +28,7 @@ from bulkgen.engine import Engine, EngineSettings, open_engine
 from bulkgen.engine.channel import Channel, Message
 from bulkgen.errors import BulkgenError, EngineError, OutputError
 from bulkgen.feed import TopUp
-from bulkgen.plan import PlannedRow, load_plan
+from bulkgen.plan import Plan, PlannedRow, load_plan
 from bulkgen.records import Completion, Failure, Request, Shard
 from bulkgen.results import About, PartRow, done_row, failed_row, write_part
 
@@ -109,7 +109,7 @@ class Replica:
         self._work = work
         self._channel = channel
         self._engine = engine
-        self._plan = load_plan(Path(work.plan), "replica")
+        self._plan = _open_plan(Path(work.plan))
         self._feed = TopUp(engine.limits)
         self._shards: list[tuple[Shard, frozenset[int] | None]] = []
         self._wanted = 0
@@ -307,8 +307,9 @@ class Replica:
         self._writing.append(self._writer.submit(self._write, name, part.rows, about))
 
     def _write(self, name: str, rows: list[PartRow], about: Message) -> Message:
+        began = time.monotonic()
         write_part(Path(self._work.parts), name, rows)
-        return about
+        return {**about, "write_s": time.monotonic() - began}
 
     def _announce_parts(self, wait: bool = True) -> None:
         while self._writing and (wait or self._writing[0].done()):
@@ -326,6 +327,13 @@ class Replica:
                 "rows": asdict(self._totals),
             }
         )
+
+
+def _open_plan(folder: Path) -> Plan:
+    try:
+        return load_plan(folder, "replica")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise OutputError(f"{folder}: the plan cannot be read ({e}); remove that folder and run again") from e
 
 
 def row_seed(seed: int, key: bytes) -> int:

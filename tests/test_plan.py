@@ -133,3 +133,45 @@ def test_a_plan_that_is_not_whole_is_no_plan(tmp_path: Path, name: str, damage: 
     path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises((FileNotFoundError, ValueError)):
         load_plan(tmp_path / "plan")
+
+
+def test_offers_tell_what_was_in_an_engine_when_it_died(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(i, 20) for i in range(6)])
+    replica = load_plan(plan.folder, "replica")
+    assert [replica.offers.begin(i) for i in (0, 1, 2)] == [1, 1, 1]
+    replica.offers.end(0, done=True)
+    replica.offers.end(1, done=False)
+    assert replica.offers.begin(1) == 2
+    in_engine, done = plan.offers.take_back(np.arange(6))
+    assert (in_engine.tolist(), done.tolist()) == ([1, 2], [0])
+    assert [a.tolist() for a in plan.offers.take_back(np.arange(6))] == [[], []]
+    assert [plan.offers.attempts(i) for i in range(4)] == [1, 2, 1, 0]
+    for _ in range(100):
+        plan.offers.begin(5)
+    assert plan.offers.attempts(5) == 63
+
+
+def test_rows_that_are_apart_go_by_themselves(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(i, 20) for i in range(6)])
+    (shard,) = plan.shards
+    plan.set_apart(np.array([1, 4]))
+    assert plan.ordinals(shard).tolist() == [0, 2, 3, 5]
+    assert [row.ordinal for row in plan.read(shard)] == [0, 2, 3, 5]
+    assert [row.ordinal for row in plan.read(shard, {4})] == [4]
+    assert plan.pending(shard)[0] == 4
+    assert plan.commit(np.array([1]))
+    assert not plan.commit(np.array([1]))
+
+
+def test_rows_take_the_key_of_the_same_row_with_other_content(tmp_path: Path) -> None:
+    def key(identity: int, content: int) -> bytes:
+        return identity.to_bytes(8, "big") + content.to_bytes(8, "big")
+
+    plan = write(tmp_path, [prompt(i, 20, key(i % 4, 100 + i)) for i in range(6)])
+    plan.commit(np.array([3]))
+    old = np.array([key(0, 7), key(0, 8), key(0, 9), key(3, 7), key(9, 9)], "S16")
+    assert plan.adopt(old) == 2
+    again = load_plan(plan.folder, "driver")
+    for one in (plan, again):
+        assert one.lookup(old).tolist() == [0, 4, -1, -1, -1]
+        assert one.keys_of(np.array([1, 3])) == [key(1, 101), key(3, 103)]

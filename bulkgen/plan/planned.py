@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from bulkgen.errors import OutputError
 from bulkgen.plan.keys import KEY_TYPE, Keys, Ordinals, find, identities, whole
 from bulkgen.records import Shard
 from bulkgen.rundir import whole_file
@@ -184,8 +185,14 @@ class Plan:
     def read(self, shard: Shard, only: Collection[int] | None = None) -> Iterator[PlannedRow]:
         """The pending rows of a shard, or those with the ordinals of `only` in it, in input order.
 
-        One batch of the bucket is in memory at a time.
+        One batch of the bucket is in memory at a time. Raises OutputError for a plan that was damaged.
         """
+        try:
+            yield from self._read(shard, only)
+        except (OSError, pa.ArrowException) as e:
+            raise OutputError(f"{self.folder}: cannot be read ({e}); remove that folder and run again") from e
+
+    def _read(self, shard: Shard, only: Collection[int] | None) -> Iterator[PlannedRow]:
         sizes = self.facts["batch_rows"][str(shard.bucket)]
         ends = np.cumsum(sizes)
         end = shard.first + shard.rows
