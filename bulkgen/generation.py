@@ -108,8 +108,8 @@ class Generation:
                 self._record_closed(number)
 
     def _too_many_failures(self) -> str | None:
-        failed = self._committed["failed"] + self._plan.refused
-        return self._limits.failures.exceeded(failed, failed + self._committed["done"] + self._rows_before)
+        failed, done = self._committed["failed"], self._committed["done"]
+        return self._limits.failures.exceeded(failed, failed + done, self._plan.refused)
 
     def _end(self, word: str) -> None:
         grace_s = _CLOSE_GRACE_S if word == "close" else _STOP_GRACE_S

@@ -11,9 +11,9 @@ _ENOUGH_ROWS = 100
 
 @dataclass(frozen=True, slots=True)
 class FailureLimit:
-    """How many rows may fail, as a number or as a share (0..1) of those that were tried.
+    """How many rows may fail, as a number or as a share (0..1): of the rows read, and of those that an engine had.
 
-    Without either a job is stopped when its first hundred rows all fail.
+    Without either a job is stopped when its first hundred rows all fail, be it while they are read or in the engine.
     """
 
     most: int | None = None
@@ -29,9 +29,13 @@ class FailureLimit:
             raise SpecError(f"--max-failures {text}: must be a number of rows or a share of them, such as 50 or 5%")
         return cls(most=int(number[1])) if number[1] else cls(share=float(number[2]) / 100)
 
-    def exceeded(self, failed: int, tried: int) -> str | None:
-        """Why to stop after `failed` of `tried` rows, in words; None to go on."""
+    def exceeded(self, failed: int, tried: int, refused: int = 0) -> str | None:
+        """Why to stop after `failed` of `tried` rows, in words; None to go on.
+
+        `refused` rows were not among the tried: they count where a number is allowed, not where a share is.
+        """
         if self.most is not None:
+            failed += refused
             return f"{failed} rows failed, --max-failures allows {self.most}" if failed > self.most else None
         if tried < _ENOUGH_ROWS:
             return None

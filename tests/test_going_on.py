@@ -179,6 +179,16 @@ def test_max_failures_as_a_number(make_job: MakeJob) -> None:
     assert job.run("--max-failures", "10").code == 3
 
 
+@pytest.mark.parametrize("limit", [[], ["--max-failures", "40%"], ["--max-failures", "200"]])
+def test_refused_rows_at_the_front_do_not_stop_a_job_that_works(make_job: MakeJob, limit: list[str]) -> None:
+    rows = prompts(600)
+    for row in rows[:150]:
+        row["prompt"] = ""
+    job = make_job(rows, output={"commit_rows": 20})
+    assert job.run(*limit).code == 3
+    assert sum(row["status"] == "done" for row in job.rows()) == 450
+
+
 def test_few_rows_that_all_fail_are_just_failed(make_job: MakeJob) -> None:
     job = make_job([{"id": i, "prompt": ""} for i in range(20)])
     assert job.run().code == 3
@@ -201,6 +211,12 @@ def test_few_rows_that_all_fail_are_just_failed(make_job: MakeJob) -> None:
 )
 def test_failure_limit(text: str | None, failed: int, tried: int, stops: bool) -> None:
     assert (FailureLimit.parse(text).exceeded(failed, tried) is not None) == stops
+
+
+def test_refused_rows_count_as_a_number_only() -> None:
+    assert FailureLimit.parse("5").exceeded(3, 1000, refused=3) is not None
+    assert FailureLimit.parse("5%").exceeded(3, 1000, refused=300) is None
+    assert FailureLimit.parse(None).exceeded(0, 0, refused=300) is None
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "5 %%", "101%", "1.5"])
