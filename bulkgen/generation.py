@@ -333,10 +333,11 @@ class Generation:
 
     def _record(self, force: bool = False) -> None:
         """Once a second: a line a replica in the timeline, and the state of the whole for people."""
-        now = time.time()
-        if not force and now < self._record_due:
+        # By the clock that never goes backwards.
+        if not force and time.monotonic() < self._record_due:
             return
-        self._record_due = now + _RECORD_EVERY_S
+        self._record_due = time.monotonic() + _RECORD_EVERY_S
+        now = time.time()
         # Neither the timeline nor what is shown is worth ending a run for.
         with contextlib.suppress(OSError), self._run.timeline_log.open("a") as f:
             for number, seat in enumerate(self._seats):

@@ -281,14 +281,14 @@ class _Start:
         """Tell the terminal, and other processes through progress.json, at most once a second."""
         self.progress.stage(stage)
         self.progress.update(state)
-        now = time.time()
+        now = time.monotonic()
         if not force and stage == self._shown_stage and now < self._shown_at + _SHOW_EVERY_S:
             return
         if stage != self._shown_stage:
             self.log.write("stage", start=self.number, stage=stage)
         self._shown_at, self._shown_stage, self._shown = now, stage, state
         about = {
-            "time": now,
+            "time": time.time(),
             "start": self.number,
             "pid": os.getpid(),
             "host": socket.gethostname(),
