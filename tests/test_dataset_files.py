@@ -132,7 +132,7 @@ def test_the_jobs_own_output_is_never_input(tmp_path: Path) -> None:
         ("empty", "empty: no data files in this folder; bulkgen reads .parquet"),
         ("in/table.csv", "in/table.csv: not a kind of file that can be read; bulkgen reads .parquet"),
         ("in/data.json", "in/data.json: not a kind"),
-        ("broken.jsonl", "broken.jsonl: cannot be read"),
+        ("broken.jsonl", "broken.jsonl: a link to gone.jsonl, which leads nowhere"),
         ("pipe.jsonl", "pipe.jsonl: not a regular file"),
     ],
 )

@@ -331,7 +331,7 @@ def test_many_files_do_not_stay_open(tmp_path: Path) -> None:
     assert [row["a"] for row in rows(dataset) if isinstance(row, dict)] == list(range(30))
 
 
-# ---- damage ----
+# ---- files that are refused ----
 
 
 def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -342,29 +342,6 @@ def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"part-0.parquet: column 'm' holds records with more than one field 'x'"):
         write(tmp_path, pa.table({"m": pa.array([None], pa.list_(inner.type))})).known_columns()
     assert rows(write(tmp_path, pa.table({"prompt": ["a"], "Prompt": ["b"]}))) == [{"prompt": "a", "Prompt": "b"}]
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b'{"id": 1}\n', b"PAR1" + b"\0" * 100 + b"PAR1"])
-def test_what_is_no_parquet_file_is_named(tmp_path: Path, content: bytes) -> None:
-    dataset = write(tmp_path, pa.table({"a": [1]}))
-    (tmp_path / "part-1.parquet").write_bytes(content)
-    dataset = open_dataset(["."], tmp_path)
-    with pytest.raises(InputError, match=r"^part-1.parquet: not a Parquet file that can be read \([^\n]+\); "):
-        dataset.known_columns()
-
-
-def test_a_damaged_page_is_told_and_names_the_file(tmp_path: Path) -> None:
-    values = pa.table({"p": [f"text {i * 7919}" for i in range(5000)]})
-    dataset = write(tmp_path, values, write_page_checksum=True, use_dictionary=False)
-    path = tmp_path / "part-0.parquet"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 0xFF
-    path.write_bytes(content)
-    schema = pq.read_schema(path)
-    with pytest.raises(InputError, match=r"part-0.parquet: not a Parquet file that can be read"):
-        rows(dataset)
-    with pytest.raises(InputError, match=r"part-0.parquet: not a Parquet file that can be read"):
-        list(dataset.tables(schema))
 
 
 def test_a_file_that_went_away_is_told(tmp_path: Path) -> None:

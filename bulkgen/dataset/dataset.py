@@ -3,6 +3,7 @@
 How a format is read stands in the module of that name.
 """
 
+import codecs
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Protocol
 import pyarrow as pa
 
 from bulkgen.dataset import jsonl, parquet
+from bulkgen.dataset.damage import damage_in, nothing_readable
 from bulkgen.dataset.files import InputFile, find_files
 from bulkgen.errors import InputError
-from bulkgen.records import RowBatch
+from bulkgen.records import BadRow, RowBatch
 
 _BLANK_BYTES = 4096  # up to this size a JSON Lines file is looked into, to see whether it is blank
 
@@ -30,7 +32,10 @@ class TableBatch:
 
 
 class _Pass(Protocol):
-    """One reading of all rows of a data set, and what it has learned of their columns so far."""
+    """One reading of all rows of a data set, and what it has learned of their columns so far.
+
+    Where a file is damaged, that place is the last in what `read` gives at once.
+    """
 
     def read(self, file: InputFile) -> Iterator[tuple[Sequence[int], parquet.Rows]]: ...
 
@@ -54,6 +59,7 @@ class DataSet:
         self._parquet_schema: pa.Schema | None = None
         self._pass: _Pass | None = None
         self._complete = False
+        self._sound: set[InputFile] = set()
 
     @property
     def format(self) -> str:
@@ -66,17 +72,31 @@ class DataSet:
     def rows(self, columns: Collection[str] | None) -> Iterator[RowBatch]:
         """All rows, in order, in batches of at most 1024 rows and some MB, each of one file and never empty.
 
-        Of Parquet files only `columns` are read (None: all), and a row holds those that any file of the data
-        set has; a row of JSON Lines always holds its own keys, all of them. After the last batch, `schema`
-        and `columns_seen` know the columns. Raises InputError for a damaged file.
+        Of Parquet files only `columns` are made Python values (None: all), and a row holds those that any file of
+        the data set has; a row of JSON Lines always holds its own keys, all of them. Where a file is damaged, one
+        BadRow `damaged_file` stands for what cannot be read: for the rest of a JSON Lines file, for a row group of a
+        Parquet file or for all of it. After the last batch, `schema` and `columns_seen` know the columns. Raises
+        InputError where the system cannot read a file, and at the end if all files are damaged and hold no row.
         """
         this = self._pass = self._new_pass(columns)
         self._complete = False
         first = 0
+        unreadable: list[BadRow] = []
         for file in self.files:
+            damage: BadRow | None = None
+            read = 0
             for positions, rows in this.read(file):
                 yield RowBatch(first, file.name, positions, rows)
                 first += len(rows)
+                last = damage_in(rows)
+                read += len(rows) - (last is not None)
+                damage = last or damage
+            if damage is None:
+                self._sound.add(file)
+            elif not read:
+                unreadable.append(damage)
+        if len(unreadable) == len(self.files):
+            raise nothing_readable(unreadable)
         self._complete = True
 
     def schema(self) -> pa.Schema:
@@ -91,14 +111,19 @@ class DataSet:
         """The same rows in the same order as tables of `schema`: what `schema()` gave, in this process or
         before.
 
-        A line that cannot be parsed is a row of nulls. At most 8192 rows and about 32 MB at once.
+        A line that cannot be parsed and a place where a file is damaged are rows of nulls. At most 8192 rows and
+        about 32 MB at once. Raises InputError where the system cannot read a file.
         """
-        read = parquet.read_tables if self.format == "parquet" else jsonl.read_tables
         first = 0
         for file in self.files:
-            for positions, table in read(file, schema):
+            for positions, table in self._tables_of(file, schema):
                 yield TableBatch(first, file.name, positions, table)
                 first += table.num_rows
+
+    def _tables_of(self, file: InputFile, schema: pa.Schema) -> Iterator[tuple[Sequence[int], pa.RecordBatch]]:
+        if self.format == "parquet":
+            return parquet.read_tables(file, schema, sound=file in self._sound)
+        return jsonl.read_tables(file, schema)
 
     def _new_pass(self, columns: Collection[str] | None) -> _Pass:
         if self.format == "parquet":
@@ -140,7 +165,7 @@ def _is_blank(file: InputFile) -> bool:
     if file.format != "jsonl" or file.compression or file.size_bytes > _BLANK_BYTES:
         return False
     try:
-        return not file.path.read_bytes().strip()
+        return not file.path.read_bytes().removeprefix(codecs.BOM_UTF8).strip()
     except OSError as error:
         raise InputError(f"{file.name}: cannot be read ({error.strerror}); check its rights") from error
 

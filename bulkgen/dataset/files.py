@@ -3,6 +3,7 @@
 Looks at names and file facts only, never into a file.
 """
 
+import errno
 import glob
 import os
 import re
@@ -64,22 +65,22 @@ def find_files(paths: Sequence[str], base: Path, exclude: Sequence[Path]) -> Fou
     What `exclude` names or holds is never read. Raises InputError for a path that leads to no data file.
     """
     base = base.absolute()
-    excluded = tuple(path.resolve() for path in exclude)
+    excluded = tuple(_real(path) for path in exclude)
     files: dict[Path, InputFile] = {}
     left_out: dict[Path, str] = {}
     for text in paths:
         try:
             found = _expand(text, base)
-            wanted = [path for path in found.wanted if not _lies_in(path.resolve(), excluded)]
+            wanted = [path for path in found.wanted if not _lies_in(_real(path), excluded)]
             if not wanted:
                 raise InputError(_why_nothing(text, base, found))
             for path in wanted:
-                files.setdefault(path.resolve(), _input_file(path, text, base))
+                files.setdefault(_real(path), _input_file(path, text, base))
         except OSError as error:
             place = os.fsdecode(error.filename) if error.filename else text
             problem = f"{place}: cannot be read ({error.strerror}); check the path and its rights"
             raise InputError(problem) from error
-        left_out.update((path.resolve(), _name(path, text, base)) for path in found.left_out)
+        left_out.update((_real(path), _name(path, text, base)) for path in found.left_out)
     return FoundFiles(
         tuple(files.values()),
         tuple(name for real, name in left_out.items() if real not in files and not _lies_in(real, excluded)),
@@ -140,7 +141,7 @@ def _sift(found: Iterator[Path] | dict[Path, None], root: Path) -> _Expansion:
 def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
     """All data files below `folder`; `seen` are the folders walked so far, since links can lead in
     circles."""
-    real = folder.resolve()
+    real = _real(folder)
     if real in seen:
         return
     seen.add(real)
@@ -148,11 +149,25 @@ def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
         listing = list(entries)
     for entry in listing:
         path = folder / entry.name
-        if entry.is_dir():
+        if _is_folder(entry):
             if not entry.name.startswith(".") and not _is_run_folder(entry.name):
                 yield from _walk(path, seen)
         elif _format(path) is not None:
             yield path
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False  # a link to itself; if it has the name of a data file, opening it tells
+        raise
+
+
+def _real(path: Path) -> Path:
+    """The path without links. One that leads in circles is what is left, and no file."""
+    return Path(os.path.realpath(path))
 
 
 def _is_run_folder(name: str) -> bool:
@@ -169,17 +184,29 @@ def _format(path: Path) -> tuple[Format, Compression | None] | None:
 
 
 def _input_file(path: Path, text: str, base: Path) -> InputFile:
-    facts = path.stat()
+    name = _name(path, text, base)
+    try:
+        facts = path.stat()
+    except OSError as error:
+        if path.is_symlink():
+            problem = f"{name}: a link to {path.readlink()}, which leads nowhere ({error.strerror}); mend or remove it"
+            raise InputError(problem) from error
+        raise
     if not stat.S_ISREG(facts.st_mode):
-        raise InputError(f"{text}: not a regular file; the input is read twice, so give it as a file on disk")
+        raise InputError(f"{name}: not a regular file; the input is read twice, so give it as a file on disk")
     known = _format(path)
     assert known is not None  # _expand returns no other files
-    return InputFile(path, _name(path, text, base), *known, facts.st_size, facts.st_mtime_ns)
+    return InputFile(path, name, *known, facts.st_size, facts.st_mtime_ns)
 
 
 def _name(path: Path, text: str, base: Path) -> str:
-    """Relative where that stays true when the job's folder moves; bytes that are no UTF-8 are spelled out."""
+    """Relative where that stays true when the job's folder moves; bytes that are no UTF-8 are spelled out.
+
+    One name for one place, however it is written. Where `..` follows a link, that takes the file's real path.
+    """
     plain = Path(os.path.normpath(path))
+    if ".." in path.parts and _real(plain) != _real(path):
+        plain = _real(path)
     root = Path(os.path.normpath(base))
     if plain.is_relative_to(root):
         plain = plain.relative_to(root)
