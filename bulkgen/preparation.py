@@ -15,7 +15,7 @@ from bulkgen.engine.devices import Share, divide
 from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
-from bulkgen.prompt import Model, PromptSource, Renderer, open_model
+from bulkgen.prompt import BatchRenderer, Model, PromptSource, Renderer, open_model, way_round
 from bulkgen.records import RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir
@@ -66,14 +66,26 @@ def check_output(spec: JobSpec, run: RunDir) -> None:
 def open_job_renderer(spec: JobSpec, model: Model) -> Renderer:
     """The renderer of a job's rows. Raises SpecError for templates that cannot work for any row."""
     prompts = PromptSource(
-        id=spec.input.id,
+        id=spec.input.id_column,
         messages=spec.input.messages,
         prompt=spec.input.prompt,
         template=spec.input.template,
         system=spec.input.system,
         chat=spec.input.chat,
         chat_template=spec.chat_template_text(),
+        continue_final=spec.input.continue_final,
+        special_tokens=spec.input.special_tokens,
+        too_long=spec.input.too_long,
     )
+    if spec.input.batch:
+        return BatchRenderer(
+            model,
+            prompts,
+            defaults=spec.sampling.constants(),
+            max_model_len=context_length(spec, model),
+            job_model=spec.model,
+            any_model=spec.input.batch_model == "ignore",
+        )
     return Renderer(
         model,
         prompts,
@@ -116,17 +128,35 @@ def plan_rows(
             rows += len(rendered)
             first_refused = first_refused or next((r for r in rendered if isinstance(r, RefusedRow)), None)
             if first_refused is not None and (too_many := limit.exceeded(refused.rows, rows)) is not None:
+                check_models(spec, dataset, renderer, rows - refused.rows)
                 raise TooManyFailures(_plainly_wrong(too_many, first_refused))
             show(rows, refused.rows)
         refused.close()
         schema = dataset.schema()
         if rows:
             check_columns(spec, renderer.required, dataset.columns_seen())
+        check_models(spec, dataset, renderer, rows - refused.rows)
         (writer.folder / run.schema.name).write_bytes(schema.serialize().to_pybytes())
         return writer.finish(facts, spec.shards.rows(), spec.engine.replicas)
     except BaseException:
         writer.discard()
         raise
+
+
+def check_models(spec: JobSpec, dataset: DataSet, renderer: Renderer, sent: int) -> None:
+    """Raise SpecError where no line of a batch could be sent since they name other models than the job's."""
+    foreign = renderer.foreign if isinstance(renderer, BatchRenderer) else {}
+    if sent or not foreign:
+        return
+    models = []
+    for name, lines in sorted(foreign.items(), key=lambda item: -item[1].rows)[:3]:
+        of_file = f" of {lines.file}" if len(dataset.files) > 1 else ""
+        rows = f"{lines.rows} row" + ("s" if lines.rows > 1 else "")
+        models.append(f"{name} ({rows}, first line {lines.position}{of_file})")
+    more = ["others"] if len(foreign) > 3 else []
+    verb = "is" if len(foreign) == 1 else "are"
+    what = f"{', '.join([*models, *more])} {verb} not {spec.model}"
+    raise SpecError(f"{spec.source}: {what}; set input.batch_model: ignore, or name the model that the lines name")
 
 
 def _plainly_wrong(too_many: str, first: RefusedRow) -> str:
@@ -138,9 +168,11 @@ def _plainly_wrong(too_many: str, first: RefusedRow) -> str:
 
 def check_columns(spec: JobSpec, required: Collection[str], columns: Collection[str]) -> None:
     """Raise SpecError for a column that the job needs and no row has, or that bulkgen would add a second time."""
+    in_templates = f"{spec.input.template or ''} {spec.input.system or ''}"
     for name in sorted(set(required) - set(columns)):
         near = difflib.get_close_matches(name, columns, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(map(repr, sorted(columns)))}"
+        hint = (way_round([name], columns) if name in in_templates else "") or hint
         raise SpecError(f"{spec.source}: column {name!r} is in no row of {', '.join(spec.input.paths)}{hint}")
     check_collisions(spec, columns)
 

@@ -32,6 +32,8 @@ RESULT_COLUMNS = (
     "settings_key",
     "row_key",
 )
+# Columns that stand between the text and the rest where a job can fill them.
+EXTRA_COLUMNS = ("samples", "logprobs", "valid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,42 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities of the tokens of one answer, in columns, since there are many; -inf and NaN as they come.
+
+    `tokens`, `token_ids` and `logprobs` have an entry a token. The likeliest tokens at each place, likeliest first,
+    stand in the `top_…`, those of one place after those of the other; `top_counts` says how many each place has.
+    """
+
+    tokens: Sequence[str]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_counts: Sequence[int]
+    top_tokens: Sequence[str]
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One of several answers to the same request. `valid` as in Completion, of this answer alone."""
+
+    index: int
+    text: str
+    finish_reason: str
+    output_tokens: int
+    logprobs: Logprobs | None = None
+    valid: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. Times in seconds from the arrival in the engine; `tpot_s` is None for one token.
 
-    `warnings` are codes of what the user may want to know of an answer that counts all the same.
+    `warnings` are codes of what the user may want to know of an answer that counts all the same. Where the request
+    says how many answers it wants (`n`), all of them are in `samples`, in the order of their index; `text`,
+    `finish_reason` and `logprobs` are the first one's, `output_tokens` is the sum. `valid` says whether every answer
+    has the form that the request asks for; None where it asks for none, or nobody can tell.
     """
 
     index: int
@@ -135,6 +169,9 @@ class Completion:
     tpot_s: float | None
     e2e_s: float
     warnings: tuple[str, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    logprobs: Logprobs | None = None
+    valid: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +201,8 @@ class EngineLimits:
 class EngineStats:
     """The engine's own counters since it was opened; `kv_usage` (0…1), `running`, `waiting` are of this moment.
 
-    `prompt_tokens` counts prefilled prompts whole, `cached_tokens` the part of them that the prefix cache held.
+    `prompt_tokens` counts prefilled prompts whole, `cached_tokens` the part of them that the prefix cache held; a
+    request for n answers counts as n in both, as it does in `running` and `waiting`.
     """
 
     running: int

@@ -44,7 +44,9 @@ def _lines(renderer: Renderer, where: str, rendered: Prompt | RefusedRow) -> Ite
         yield f"--- {where}  refused: {rendered.code}: {visible(rendered.message)}"
         return
     count = len(rendered.tokens)
-    yield f"--- {where}  {count} prompt tokens, max_tokens {rendered.max_tokens}, own sampling {rendered.overrides}"
+    warned = f", warnings {' '.join(rendered.warnings)}" if rendered.warnings else ""
+    own = f"own sampling {rendered.overrides}"
+    yield f"--- {where}  {count} prompt tokens, max_tokens {rendered.max_tokens}, {own}{warned}"
     for line in renderer.text(rendered.tokens).split("\n"):
         yield visible(line, limit=100_000)
     yield f"tokens: {' '.join(map(str, rendered.tokens))}"

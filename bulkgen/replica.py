@@ -30,7 +30,7 @@ from bulkgen.errors import BulkgenError, EngineError, OutputError
 from bulkgen.feed import TopUp
 from bulkgen.plan import Plan, PlannedRow, load_plan
 from bulkgen.records import Completion, Failure, Request, Shard
-from bulkgen.results import About, PartRow, done_row, failed_row, write_part
+from bulkgen.results import About, PartRow, done_row, failed_row, judged, write_part
 
 _STATS_EVERY_S = 0.5
 # Shards that a replica holds, the one it reads among them, so that it never waits for the driver.
@@ -264,6 +264,8 @@ class Replica:
         """A row has come out of the engine: it is done, failed, or to be tried again."""
         offered = self._in_engine.pop(result.index)
         row = offered.row
+        if isinstance(result, Completion):
+            result = judged(result, self._sampling(row))
         self._plan.offers.end(row.ordinal, done=isinstance(result, Completion))
         if isinstance(result, Failure) and result.transient and offered.attempt < self._work.max_attempts:
             self._again.append(offered)

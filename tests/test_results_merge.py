@@ -17,6 +17,7 @@ from bulkgen.errors import BulkgenError, OutputError, Stopped
 from bulkgen.records import RESULT_COLUMNS, Completion, Failure, RefusedRow
 from bulkgen.results import (
     About,
+    CommittedPart,
     MergeResult,
     PartRow,
     RefusedWriter,

@@ -14,6 +14,7 @@ import yaml
 from bulkgen.errors import RowError, SpecError
 from bulkgen.records import RESULT_COLUMNS
 from bulkgen.spec import JobSpec, check_collisions, check_sampling_value, load_spec, spec_json_schema
+from bulkgen.spec.code import code_setting, code_variable
 
 # Line numbers in the tables below count from here: name is line 1, sampling stands on line 4.
 BASE = """\
@@ -276,7 +277,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "key like no other": (
         "column: summary",
         "zzz: 5",
-        "job.yaml:5: unknown key 'zzz' in output; there are path, column, commit_rows, commit_s, file_rows",
+        "job.yaml:5: unknown key 'zzz' in output; there are path, column, commit_rows, commit_s, file_rows, private",
     ),
     "unknown key in a column": (
         "{column: limit}",
@@ -379,12 +380,12 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "no prompt": (
         ", messages: messages",
         "",
-        "job.yaml:3: input: needs exactly one of messages, prompt and template; there is none",
+        "job.yaml:3: input: needs exactly one of messages, prompt, template and batch; there is none",
     ),
     "two prompts": (
         "messages: messages",
         "messages: messages, prompt: text",
-        "job.yaml:3: input: needs exactly one of messages, prompt and template; there are messages and prompt",
+        "job.yaml:3: input: needs exactly one of messages, prompt, template and batch; there are messages and prompt",
     ),
     "system with messages": (
         "messages: messages}",
@@ -517,10 +518,10 @@ WRONG_SECTIONS: dict[str, tuple[str, str]] = {
     "no memory": ("engine: {gpu_memory_utilization: 0}", "engine.gpu_memory_utilization must be more than 0, not 0"),
     "unnamed vllm setting": (
         "engine: {swap_space: 4}",
-        "unknown key 'swap_space' in engine; there are config, kind, replicas, max_restarts, max_model_len, "
-        "max_num_seqs, max_num_batched_tokens, block_size, gpu_memory_utilization, kv_cache_memory_bytes, "
-        "kv_cache_dtype, dtype, quantization, enforce_eager, enable_prefix_caching, enable_chunked_prefill, "
-        "tensor_parallel_size, seed, args, "
+        "unknown key 'swap_space' in engine; there are config, kind, replicas, max_restarts, max_attempts, "
+        "start_timeout_s, stall_s, row_timeout_s, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, "
+        "gpu_memory_utilization, kv_cache_memory_bytes, kv_cache_dtype, dtype, quantization, enforce_eager, "
+        "enable_prefix_caching, enable_chunked_prefill, tensor_parallel_size, seed, args, "
         f"env, stub {ARGS}",
     ),
     "misspelt vllm setting": (
@@ -543,6 +544,25 @@ WRONG_SECTIONS: dict[str, tuple[str, str]] = {
     "environment name": (
         "engine: {env: {'A=B': 1}}",
         "engine.env.A=B: is no name that an environment variable can have; write NAME: value",
+    ),
+    "code of a model": (
+        "engine: {args: {trust_remote_code: true}}",
+        "engine.args.trust_remote_code: would run code that is not vLLM's own, and a job brings none; remove it",
+    ),
+    "code of a class": (
+        "engine: {args: {compilation_config: {inductor_passes: {post: a.b}}}}",
+        "engine.args.compilation_config.inductor_passes: would run code that is not vLLM's own, and a job brings none; "
+        "remove it",
+    ),
+    "code of an executor": (
+        "engine: {args: {distributed_executor_backend: mine.Executor}}",
+        "engine.args.distributed_executor_backend: would run code that is not vLLM's own, and a job brings none; "
+        "remove it",
+    ),
+    "code of a library": (
+        "engine: {env: {LD_PRELOAD: ./x.so}}",
+        "engine.env.LD_PRELOAD: could bring in code, and a job brings none; set it in the environment of the command "
+        "itself",
     ),
     "stub without stub": (
         "engine: {stub: {seed: 1}}",
@@ -817,3 +837,48 @@ def test_reading_a_spec_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "vllm", "transformers", "pyarrow", "polars", "numpy", "jinja2", "typer", "rich"}
     assert heavy.isdisjoint(yaml.safe_load(done.stdout))
+
+
+HARMLESS = {
+    "trust_remote_code": False,
+    "distributed_executor_backend": "uni",
+    "attention_config": {"backend": "FLASH_ATTN"},
+    "compilation_config": {"backend": "inductor", "level": 3},
+    "logits_processors": None,
+}
+
+
+def test_settings_that_name_no_code_pass() -> None:
+    assert code_setting(HARMLESS) is None
+    assert (
+        code_variable({"VLLM_CPU_KVCACHE_SPACE": 1, "OMP_NUM_THREADS": 2, "HF_TOKEN": "x", "NCCL_DEBUG": "INFO"})
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"trust_remote_code": "true"},
+        {"worker_cls": "a.B"},
+        {"scheduler_cls": "a.B"},
+        {"logits_processors": ["a:B"]},
+        {"io_processor_plugin": "x"},
+        {"reasoning_parser_plugin": "x.py"},
+        {"kv_transfer_config": {"kv_connector_module_path": "a.b"}},
+        {"compilation_config": {"backend": "a.b.C"}},
+        {"ec_manager_config": {"manager_cls": "a.B"}},
+        {"log_config_file": "log.json"},
+    ],
+)
+def test_settings_that_name_code(args: dict[str, Any]) -> None:
+    place = code_setting(args)
+    assert place is not None
+    assert place[0] == next(iter(args))
+
+
+@pytest.mark.parametrize(
+    "name", ["PYTHONPATH", "ld_preload", "PATH", "CXX", "BASH_ENV", "NCCL_NET_PLUGIN", "VLLM_NCCL_SO_PATH"]
+)
+def test_variables_that_bring_in_code(name: str) -> None:
+    assert code_variable({"OMP_NUM_THREADS": 2, name: "x"}) == name

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from bulkgen.engine.contract import EngineSettings
+from bulkgen.engine.samples import together
+from bulkgen.engine.stub_answers import StubAnswers, checksum
 from bulkgen.errors import EngineError
 from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Request
 
@@ -30,7 +32,10 @@ _LONGEST_POLL_S = 0.05
 
 @dataclass(slots=True)
 class _Running:
+    """One of the answers to a request; each takes a place in the batch of its own, as in vLLM."""
+
     request: Request
+    sample: int
     output_tokens: int
     arrived: float
     scheduled: float
@@ -44,9 +49,8 @@ class StubEngine:
         s = settings.stub
         self._seed: int = s.get("seed", 0)
         self._step_s: float = s.get("step_s", 0.0)
-        self._fixed: int | None = s.get("output_tokens")
         self._fail_rate: float = s.get("fail_rate", 0.0)
-        self._echoes = settings.model == "stub"
+        self._answers = StubAnswers(settings)
         self._dies_after = _nth(s.get("die_at"), settings.incarnation)
         self._hangs_after = _nth(s.get("hang_at"), settings.incarnation)
         self._poison = tuple(s.get("poison", ()))
@@ -68,9 +72,10 @@ class StubEngine:
             max_num_seqs=settings.args.get("max_num_seqs", 256),
         )
         self._blocks_free = self.limits.kv_tokens // _BLOCK
-        self._waiting: deque[tuple[Request, float]] = deque()
+        self._waiting: deque[tuple[Request, int, float]] = deque()
         self._refused: list[Failure] = []
-        self._running: list[tuple[int, int, _Running]] = []  # heap by the step at which a request ends
+        self._running: list[tuple[int, int, int, _Running]] = []  # heap by the step at which an answer ends
+        self._parts: dict[int, dict[int, Completion]] = {}  # finished answers to requests for several
         self._hanging: list[_Running] = []  # will never end
         self._step = 0
         self._finished = 0
@@ -79,15 +84,18 @@ class StubEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         now = time.monotonic()
         for request in requests:
-            blocks = self._blocks(request, self._length(request))
+            samples = range(request.sampling.get("n") or 1)
+            blocks = max(self._blocks(request, self._answers.length(request, sample)) for sample in samples)
             if self._flaky_rate and self._fails_once(request):
                 self._refused.append(Failure(request.index, "ended_by_engine", "stub: told to fail once", True))
             elif self._fail_rate and self._draw(request, 1) < self._fail_rate:
                 self._refused.append(Failure(request.index, "refused_by_engine", "stub: told to refuse this row"))
             elif blocks > self.limits.kv_tokens // _BLOCK:
                 self._refused.append(Failure(request.index, "refused_by_engine", "stub: larger than the KV cache"))
+            elif (fault := self._answers.fault(request)) is not None:
+                self._refused.append(Failure(request.index, "bad_schema", f"stub: {fault}"))
             else:
-                self._waiting.append((request, now))
+                self._waiting.extend((request, sample, now) for sample in samples)
 
     def _fails_once(self, request: Request) -> bool:
         key = np.asarray(request.tokens, "<i4").tobytes()
@@ -100,11 +108,13 @@ class StubEngine:
         gone = set(indices)
         self._refused = [f for f in self._refused if f.index not in gone]
         self._waiting = deque(w for w in self._waiting if w[0].index not in gone)
-        ended = [r for r in [*self._hanging, *(r for _, _, r in self._running)] if r.request.index in gone]
+        ended = [r for r in [*self._hanging, *(entry[-1] for entry in self._running)] if r.request.index in gone]
         self._blocks_free += sum(r.blocks for r in ended)
         self._hanging = [r for r in self._hanging if r.request.index not in gone]
-        self._running = [entry for entry in self._running if entry[2].request.index not in gone]
+        self._running = [entry for entry in self._running if entry[-1].request.index not in gone]
         heapq.heapify(self._running)
+        for index in gone:
+            self._parts.pop(index, None)
 
     def poll(self) -> list[Completion | Failure]:
         done: list[Completion | Failure] = list(self._refused)
@@ -116,13 +126,30 @@ class StubEngine:
             time.sleep(steps * self._step_s)
             now = time.monotonic()
             while self._running and self._running[0][0] <= self._step:
-                done += self._returned(self._complete(heapq.heappop(self._running)[2], now))
-                self._misbehave()
+                done += self._ended(heapq.heappop(self._running)[-1], now)
         elif self._hanging:
             time.sleep(self._step_s)
         if self._random is not None:
             self._random.shuffle(done)
         return done
+
+    def _ended(self, running: _Running, now: float) -> list[Completion]:
+        """What comes back now that one answer has ended: nothing until all of its request have."""
+        request = running.request
+        answer = self._complete(running, now)
+        if request.sampling.get("n"):
+            parts = self._parts.setdefault(request.index, {})
+            parts[running.sample] = answer
+            if len(parts) < request.sampling["n"]:
+                return []
+            del self._parts[request.index]
+            answers = [parts[sample] for sample in sorted(parts)]
+            short = self._answers.is_short(request) and len(answers) > 1
+            answer = together(answers[:-1] if short else answers)
+        self._finished += 1
+        returned = self._returned(answer)
+        self._misbehave()
+        return returned
 
     def _returned(self, done: Completion) -> list[Completion]:
         """What comes back for a finished request: itself, unless the engine was told to err."""
@@ -146,33 +173,32 @@ class StubEngine:
     def _admit(self) -> None:
         now = time.monotonic()
         while self._waiting and len(self._running) + len(self._hanging) < self.limits.max_num_seqs:
-            request, arrived = self._waiting[0]
-            tokens = self._length(request)
+            request, sample, arrived = self._waiting[0]
+            tokens = self._answers.length(request, sample)
             blocks = self._blocks(request, tokens)
             if blocks > self._blocks_free:
                 break
             self._waiting.popleft()
             self._blocks_free -= blocks
             self._prompt_tokens += len(request.tokens)
-            running = _Running(request, tokens, arrived, now, blocks)
-            text = self._text(request) if self._poison or self._stuck else ""
+            running = _Running(request, sample, tokens, arrived, now, blocks)
+            text = self._answers.prompt(request) if self._poison or self._stuck else ""
             if any(marker in text for marker in self._poison):
                 os.kill(os.getpid(), signal.SIGKILL)
             if any(marker in text for marker in self._stuck):
                 self._hanging.append(running)
                 continue
-            heapq.heappush(self._running, (self._step + tokens, request.index, running))
+            heapq.heappush(self._running, (self._step + tokens, request.index, sample, running))
 
     def _complete(self, r: _Running, now: float) -> Completion:
         self._blocks_free += r.blocks
         self._output_tokens += r.output_tokens
-        self._finished += 1
         e2e_s = now - r.arrived
         queued_s = r.scheduled - r.arrived
         ttft_s = queued_s + (e2e_s - queued_s) / r.output_tokens
         return Completion(
             index=r.request.index,
-            text=self._text(r.request),
+            text=self._answers.text(r.request, r.sample),
             finish_reason="stop" if r.output_tokens < r.request.sampling["max_tokens"] else "length",
             prompt_tokens=len(r.request.tokens),
             cached_tokens=0,
@@ -181,6 +207,7 @@ class StubEngine:
             ttft_s=ttft_s,
             tpot_s=(e2e_s - ttft_s) / (r.output_tokens - 1) if r.output_tokens > 1 else None,
             e2e_s=e2e_s,
+            logprobs=self._answers.logprobs(r.request, r.output_tokens),
         )
 
     def _misbehave(self) -> None:
@@ -207,28 +234,12 @@ class StubEngine:
         self._running.clear()
         self._hanging.clear()
 
-    def _text(self, request: Request) -> str:
-        if not self._echoes:
-            return f"echo:{_checksum(request, 0):08x}"
-        # The stub model's tokens are three bytes of UTF-8 each, little end first.
-        ids = np.asarray(request.tokens, "<i4").view(np.uint8).reshape(-1, 4)
-        return "echo:" + ids[:, :3].tobytes().rstrip(b"\0").decode(errors="replace")
-
-    def _length(self, request: Request) -> int:
-        most: int = request.sampling["max_tokens"]
-        wanted = self._fixed if self._fixed is not None else 1 + int(self._draw(request, 0) * most)
-        return max(1, min(wanted, most))
-
     def _draw(self, request: Request, salt: int) -> float:
-        return _checksum(request, self._seed * 2 + salt) / 2**32
+        return checksum(request, self._seed * 2 + salt) / 2**32
 
     @staticmethod
     def _blocks(request: Request, output_tokens: int) -> int:
         return -(-(len(request.tokens) + output_tokens) // _BLOCK)
-
-
-def _checksum(request: Request, seed: int) -> int:
-    return zlib.crc32(np.asarray(request.tokens, "<i4").tobytes(), seed)
 
 
 def _nth(values: Any, incarnation: int) -> int | None:

@@ -6,20 +6,25 @@ defaults are vLLM's own.
 """
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from bulkgen.engine.contract import EngineSettings
 from bulkgen.engine.memory import memory_cure
+from bulkgen.engine.samples import together
 from bulkgen.errors import EngineError
-from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Request
+from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Logprobs, Request
 
 # What a generated answer can end with; vLLM's other reasons (abort, error) mean that there is none.
 _FINISHED = ("stop", "length", "repetition")
@@ -50,14 +55,32 @@ class _Counters(StatLoggerBase):  # type: ignore[misc]  # vLLM is not read by th
         """Nothing to say; vLLM's own loggers write the engine log."""
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that is in vLLM: under one name for each of its answers, in their order.
+
+    `has_text` says whether vLLM itself makes the text, `several` whether the answers come back as samples.
+    """
+
+    index: int
+    names: list[str]
+    several: bool
+    has_text: bool
+    has_form: bool
+    answers: dict[str, Completion] = field(default_factory=dict)
+
+
 class VllmEngine:
-    """One vLLM engine in this process (and, where vLLM chooses so, its core and workers in children)."""
+    """One vLLM engine in this process (and, where vLLM chooses so, its core and workers in children).
+
+    Several answers to a request are requests of their own to vLLM. Its own way of asking for several (`n`) does the
+    same inside, and then tells the times and the cached tokens of the last one only.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         self._counters = _Counters()
-        self._open: dict[str, bool] = {}  # request → whether vLLM itself makes its text
+        self._open: dict[str, _Open] = {}  # by the name of each answer
         self._refused: list[Failure] = []
-        self._cancelled: set[str] = set()
         try:
             # LLM_CLASS gives the defaults for offline use; the default context silently caps batch and sequences.
             self._engine = LLMEngine.from_engine_args(
@@ -89,23 +112,45 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             sampling = dict(request.sampling)
-            # Text is made once at the end; only stop strings need it at every token.
-            stops = bool(sampling.get("stop"))
+            number = sampling.pop("n", None)
+            # Text is made once at the end; only stop strings and log probabilities need it at every token.
+            has_text = bool(sampling.get("stop")) or sampling.get("logprobs") is not None
+            form = sampling.pop("structured_outputs", None)
+            names = [f"{request.index}.{i}" for i in range(number or 1)]
+            opened = _Open(request.index, [], number is not None, has_text, form is not None)
             try:
-                params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=stops)
-                name = str(request.index)
-                self._engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
+                for i, name in enumerate(names):
+                    params = SamplingParams(
+                        **_seeded(sampling, i),
+                        structured_outputs=None if form is None else _structured(form),
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                        detokenize=has_text,
+                        flat_logprobs=True,
+                    )
+                    self._engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
+                    opened.names.append(name)
             except EngineDeadError as e:
                 raise EngineError(f"vLLM died: {_last_words(e)}") from e
             except Exception as e:  # vLLM checks a request while it takes it, with errors of many kinds
-                self._refused.append(Failure(request.index, "refused_by_engine", _last_words(e)))
+                self._abort(opened.names)
+                # What names no parameter is the one thing that cannot be checked before: the form asked for.
+                is_form = form is not None and getattr(e, "parameter", None) is None
+                code = "bad_schema" if is_form else "refused_by_engine"
+                self._refused.append(Failure(request.index, code, _last_words(e)))
                 continue
-            self._open[name] = stops
+            self._open.update(dict.fromkeys(names, opened))
 
     def cancel(self, indices: Sequence[int]) -> None:
-        names = [name for name in map(str, indices) if self._open.pop(name, None) is not None]
-        self._cancelled.update(names)
-        self._refused = [failure for failure in self._refused if failure.index not in set(indices)]
+        gone = set(indices)
+        self._refused = [failure for failure in self._refused if failure.index not in gone]
+        self._drop([opened for opened in self._open.values() if opened.index in gone])
+
+    def _drop(self, requests: Sequence[_Open]) -> None:
+        """Let go of requests, with all their answers."""
+        names = [name for opened in requests for name in opened.names if self._open.pop(name, None) is not None]
+        self._abort(names)
+
+    def _abort(self, names: list[str]) -> None:
         try:
             self._engine.abort_request(names)
         except Exception as e:  # as in step
@@ -121,19 +166,33 @@ class VllmEngine:
         except Exception as e:  # vLLM raises whatever its core died of
             raise EngineError(f"vLLM died: {_last_words(e)}") from e
         for output in outputs:
-            if output.finished and isinstance(output, RequestOutput) and output.request_id not in self._cancelled:
-                has_text = self._open.pop(output.request_id, False)
-                done.append(self._result(output, has_text))
+            if output.finished and isinstance(output, RequestOutput):
+                done += self._ended(output)
         return done
 
-    def _result(self, output: RequestOutput, has_text: bool) -> Completion | Failure:
+    def _ended(self, output: RequestOutput) -> list[Completion | Failure]:
+        """What comes back now that one answer has ended: nothing until all of its request have."""
+        opened = self._open.pop(output.request_id, None)
+        if opened is None:
+            return []  # cancelled in the meantime
+        result = self._result(output, opened)
+        if isinstance(result, Failure):
+            self._drop([opened])
+            return [result]
+        if not opened.several:
+            return [result]
+        opened.answers[output.request_id] = result
+        if len(opened.answers) < len(opened.names):
+            return []
+        return [together([opened.answers[name] for name in opened.names])]
+
+    def _result(self, output: RequestOutput, opened: _Open) -> Completion | Failure:
         answer = output.outputs[0]
         if answer.finish_reason not in _FINISHED:
-            reason = f"vLLM ended the request with finish_reason {answer.finish_reason!r}"
-            return Failure(int(output.request_id), "ended_by_engine", reason, transient=True)
+            return _failure(answer.finish_reason, bool(answer.token_ids), opened)
         metrics = output.metrics
         text = answer.text
-        if not has_text:
+        if not opened.has_text:
             text = self._tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
         queued_s = ttft_s = e2e_s = 0.0
         if metrics is not None:
@@ -142,7 +201,7 @@ class VllmEngine:
             e2e_s = metrics.last_token_ts - metrics.queued_ts
         tokens = len(answer.token_ids)
         return Completion(
-            index=int(output.request_id),
+            index=opened.index,
             text=text,
             finish_reason=answer.finish_reason,
             prompt_tokens=len(output.prompt_token_ids or ()),
@@ -152,6 +211,7 @@ class VllmEngine:
             ttft_s=ttft_s,
             tpot_s=(e2e_s - ttft_s) / (tokens - 1) if tokens > 1 else None,
             e2e_s=e2e_s,
+            logprobs=None if answer.logprobs is None else _logprobs(answer.logprobs),
         )
 
     def stats(self) -> EngineStats:
@@ -170,6 +230,44 @@ class VllmEngine:
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._engine.engine_core.shutdown()
+
+
+def _seeded(sampling: Mapping[str, Any], sample: int) -> dict[str, Any]:
+    """The parameters of one answer: each has a seed of its own, the first the request's."""
+    seed = sampling.get("seed")
+    if seed is None or not sample:
+        return dict(sampling)
+    # Away from -1, which vLLM takes for none.
+    return {**sampling, "seed": seed + sample if seed >= 0 else seed - sample}
+
+
+def _structured(form: Mapping[str, Any]) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**{"json" if kind == "json_schema" else kind: v for kind, v in form.items()})
+
+
+def _failure(reason: str | None, has_tokens: bool, opened: _Open) -> Failure:
+    if reason == "error" and opened.has_form and not has_tokens:
+        # vLLM compiles the form after it has taken the request, and says no more than this to the caller.
+        return Failure(opened.index, "bad_schema", "vLLM could not compile the form asked for; its log says why")
+    message = f"vLLM ended the request with finish_reason {reason!r}"
+    return Failure(opened.index, "ended_by_engine", message, transient=True)
+
+
+def _logprobs(flat: Any) -> Logprobs:
+    """vLLM's FlatLogprobs: at each place the sampled token, then the likeliest ones. Texts are shared."""
+    starts = flat.start_indices
+    tops = [range(start + 1, end) for start, end in zip(starts, flat.end_indices, strict=True)]
+    top = list(chain.from_iterable(tops))
+    texts = [sys.intern(text or "") for text in flat.decoded_tokens]
+    return Logprobs(
+        tokens=[texts[i] for i in starts],
+        token_ids=array("i", [flat.token_ids[i] for i in starts]),
+        logprobs=array("d", [flat.logprobs[i] for i in starts]),
+        top_counts=[len(places) for places in tops],
+        top_tokens=[texts[i] for i in top],
+        top_token_ids=array("i", [flat.token_ids[i] for i in top]),
+        top_logprobs=array("d", [flat.logprobs[i] for i in top]),
+    )
 
 
 def _last_words(error: BaseException) -> str:

@@ -1,40 +1,45 @@
 """Rendering: a batch of rows in, as many prompts or refusals out, in the same order."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bulkgen.errors import RowError, SpecError
+from bulkgen.prompt.chat import STUB_CHAT
+from bulkgen.prompt.composing import Composed, Draft, Setup
+from bulkgen.prompt.cutting import Cutter, TooLong
+from bulkgen.prompt.encoding import Encoded, Encoder
 from bulkgen.prompt.identity import KeyMaker, canonical, identity
 from bulkgen.prompt.model import Model
-from bulkgen.prompt.templates import Template
-from bulkgen.prompt.tokenizer import Message
+from bulkgen.prompt.sandbox import LIMIT, Composing, InProcess, Limits, Sandbox
+from bulkgen.prompt.source import PromptSource
+from bulkgen.prompt.tokenizer import Tokenizer
 from bulkgen.records import BadRow, Prompt, RefusedRow, RowBatch
+from bulkgen.spec import check_sampling_together
 
-MAX_TOKENS = "max_tokens"
+MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
+MAX_TOKENS_CAPPED = "max_tokens_capped"
+
+_PROBE = "probe"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSource:
-    """Where a prompt comes from: exactly one of messages (column), prompt (column) and template."""
+class _Sampling(NamedTuple):
+    """What a row says of its sampling: bounds of its output in tokens, the rest of its own parameters as JSON."""
 
-    id: str | None = None
-    messages: str | None = None
-    prompt: str | None = None
-    template: str | None = None
-    system: str | None = None
-    chat: bool = True
-    chat_template: str | None = None
+    max_tokens: int
+    min_tokens: int
+    overrides: str
+
+
+def _never() -> None:
+    """Nobody asks for a stop."""
 
 
 class Renderer:
     """Renders rows of one job. `columns` are those it reads (None: all), `required` must exist in some row.
 
-    Loads the tokenizer and compiles the templates. `constants` are the job's sampling parameters, `columns` names the
-    column of each that rows bring along, `check` validates such a value or raises RowError. Raises SpecError for what
-    cannot work for any row.
+    Loads the tokenizer and compiles the templates, which run in a process of their own, within `limits`. `constants`
+    are the job's sampling parameters, `columns` names the column of each that rows bring along, `check` validates such
+    a value or raises RowError. Raises SpecError for what cannot work for any row.
     """
 
     def __init__(
@@ -46,75 +51,87 @@ class Renderer:
         columns: Mapping[str, str],
         check: Callable[[str, Any], Any],
         max_model_len: int,
+        limits: Limits | None = None,
     ) -> None:
         self._source = source
         self._sampling_columns = columns
         self._check = check
         self._max_model_len = max_model_len
+        self._constants = constants
         self._max_tokens: int = constants[MAX_TOKENS]
+        self._min_tokens: int = constants.get(MIN_TOKENS, 0)
         self._keys = KeyMaker(model.fingerprint, constants)
-        self._template = Template("input.template", source.template) if source.template is not None else None
-        self._system = Template("input.system", source.system) if source.system is not None else None
-        templates = [t for t in (self._template, self._system) if t is not None]
-        named = {c for c in (source.id, source.messages, source.prompt, *columns.values()) if c is not None}
-        self.required = frozenset(named.union(*(t.required for t in templates)))
-        reads_all = any(t.reads_row for t in templates)
-        self.columns = None if reads_all else frozenset(named.union(*(t.columns for t in templates)))
         self._tokenizer = model.tokenizer()
-        if source.chat and not (source.chat_template or self._tokenizer.chat_template):
-            raise SpecError(
-                f"model {model.path}: its tokenizer has no chat template; give one with input.chat_template: FILE, or "
-                "send plain text with input.chat: false"
-            )
-        if source.chat:
-            # A chat template is compiled when first used. What it says to these messages is not the question here.
-            with suppress(RowError):
-                self._tokenizer.chat_text([{"role": "user", "content": "x"}], source.chat_template)
+        self._composing = _open_composing(model, source, self._tokenizer, limits or Limits())
+        self._reads = self._composing.reads
+        others = {c for c in (source.id, *columns.values()) if c is not None}
+        self.required = self._reads.required | others
+        self.columns = None if self._reads.columns is None else self._reads.columns | others
+        self._encoder = Encoder(self._tokenizer, source.special_tokens)
+        from_left = source.too_long == "truncate_left"
+        self._cutter = Cutter(self._composing, self._encoder, self._tokenizer, from_left)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Token ids as text, special tokens shown."""
         return self._tokenizer.decode(tokens)
 
-    def render(self, batch: RowBatch) -> list[Prompt | RefusedRow]:
-        """What would be sent for each row, or why it cannot be sent."""
-        texts: list[str] = []
-        refusals: dict[int, RowError] = {}
-        sampling: list[tuple[int, str]] = []
-        for i, row in enumerate(batch.rows):
-            try:
-                if isinstance(row, BadRow):
-                    raise RowError(row.code, row.message)
-                sampling.append(self._sampling(row))
-                texts.append(_sendable(self._text(row)))
-            except RowError as e:
-                del sampling[len(texts) :]
-                refusals[i] = e
-        encoded = iter(zip(self._encode(texts), sampling, strict=True))
+    def render(self, batch: RowBatch, check_stop: Callable[[], None] = _never) -> list[Prompt | RefusedRow]:
+        """What would be sent for each row, or why it cannot be sent. `check_stop` may raise; asked while waiting."""
+        said = [self._said(row) for row in batch.rows]
+        sampling = [s for s in said if isinstance(s, _Sampling)]
+        rows = [self._read(row) for row, s in zip(batch.rows, said, strict=True) if isinstance(s, _Sampling)]
+        composed = self._composing.each("compose", rows, check_stop)
+        encoded = self._encoder.encode(composed)
+        if self._source.too_long != "fail":
+            self._cut(rows, sampling, composed, encoded, check_stop)
+        results = iter(encoded)
         return [
-            self._refused(batch, i, refusals[i]) if i in refusals else self._prompt(batch, i, *next(encoded))
-            for i in range(len(batch.rows))
+            self._finished(batch, i, next(results), s) if isinstance(s, _Sampling) else self._refused(batch, i, s)
+            for i, s in enumerate(said)
         ]
 
-    def _encode(self, texts: list[str]) -> list[Sequence[int]]:
-        """Tokens with exactly one BOS at most: a chat template writes its own, plain text gets the tokenizer's."""
-        if not texts:
-            return []
-        bos = self._tokenizer.bos
-        encoded = self._tokenizer.encode(texts, special=not self._source.chat)
-        if bos is None:
-            return encoded
-        return [ids[1:] if len(ids) > 1 and ids[0] == ids[1] == bos else ids for ids in encoded]
+    def _cut(
+        self,
+        rows: Sequence[Any],
+        sampling: Sequence[_Sampling],
+        composed: Sequence[Composed | RowError],
+        encoded: list[Encoded | RowError],
+        check_stop: Callable[[], None],
+    ) -> None:
+        """Put shorter prompts in the place of those that leave no room for output."""
+        too_long: dict[int, TooLong] = {}
+        for i, (text, result) in enumerate(zip(composed, encoded, strict=True)):
+            if isinstance(text, Composed) and isinstance(result, Encoded) and len(result.tokens) >= self._max_model_len:
+                room = max(1, min(sampling[i].max_tokens, self._max_model_len // 2))
+                limit = self._max_model_len - room
+                too_long[i] = TooLong(rows[i], len(result.tokens), limit, text.masked is not None)
+        if too_long:
+            for i, cut in zip(too_long, self._cutter.cut([*too_long.values()], check_stop), strict=True):
+                encoded[i] = cut or encoded[i]
 
-    def _prompt(self, batch: RowBatch, i: int, tokens: Sequence[int], sampling: tuple[int, str]) -> Prompt | RefusedRow:
-        max_tokens, overrides = sampling
-        room = self._max_model_len - len(tokens)
+    def _finished(
+        self, batch: RowBatch, i: int, result: Encoded | RowError, sampling: _Sampling
+    ) -> Prompt | RefusedRow:
+        if isinstance(result, RowError):
+            return self._refused(batch, i, result)
+        tokens = result.tokens
         if len(tokens) == 0:
             return self._refused(batch, i, RowError("empty_prompt", "the prompt has no tokens"))
+        room = self._max_model_len - len(tokens)
+        max_tokens = min(sampling.max_tokens, room)
         if room < 1:
             reason = f"the prompt has {len(tokens)} tokens, the context {self._max_model_len} with the output's"
+            if self._source.too_long != "fail":
+                reason += ", and to cut the row's own text does not make it fit"
             return self._refused(batch, i, RowError("prompt_too_long", reason), len(tokens))
-        key = self._keys.key(self._identity(batch, i), overrides, max_tokens, tokens)
-        return Prompt(batch.first + i, key, tokens, min(max_tokens, room), overrides)
+        if sampling.min_tokens > max_tokens:
+            reason = f"min_tokens is {sampling.min_tokens}, but max_tokens {sampling.max_tokens}"
+            if room < sampling.max_tokens:
+                reason += f", and a prompt of {len(tokens)} tokens leaves room for {room}"
+            return self._refused(batch, i, RowError("bad_sampling", reason), len(tokens))
+        key = self._keys.key(self._identity(batch, i), sampling.overrides, sampling.max_tokens, tokens)
+        capped = (MAX_TOKENS_CAPPED,) if max_tokens < sampling.max_tokens else ()
+        return Prompt(batch.first + i, key, tokens, max_tokens, sampling.overrides, (*result.warnings, *capped))
 
     def _refused(self, batch: RowBatch, i: int, error: RowError, prompt_tokens: int | None = None) -> RefusedRow:
         row = batch.rows[i]
@@ -138,91 +155,69 @@ class Renderer:
         row_id = None if isinstance(row, BadRow) or self._source.id is None else row.get(self._source.id)
         return identity(row_id, batch.file, batch.positions[i])
 
-    def _sampling(self, row: Mapping[str, Any]) -> tuple[int, str]:
-        """A row's max_tokens, and its other own parameters as JSON. Null means the job's default."""
+    def _read(self, row: Any) -> Any:
+        """The columns of a row that prompts are made of."""
+        columns = self._reads.columns
+        return row if columns is None else {name: row[name] for name in columns if name in row}
+
+    def _said(self, row: Mapping[str, Any] | BadRow) -> _Sampling | RowError:
+        if isinstance(row, BadRow):
+            return RowError(row.code, row.message)
+        try:
+            return self._sampling(row)
+        except RowError as e:
+            return e
+
+    def _sampling(self, row: Mapping[str, Any]) -> _Sampling:
+        """A row's own sampling. Null means the job's default."""
         if not self._sampling_columns:
-            return self._max_tokens, "{}"
+            return _Sampling(self._max_tokens, self._min_tokens, "{}")
         own = {
             param: self._check(param, row[column])
             for param, column in self._sampling_columns.items()
             if row.get(column) is not None
         }
+        check_sampling_together({**self._constants, **own})
         max_tokens = own.pop(MAX_TOKENS, self._max_tokens)
-        return max_tokens, canonical(own) if own else "{}"
-
-    def _text(self, row: Mapping[str, Any]) -> str:
-        source = self._source
-        if source.messages is not None:
-            return self._tokenizer.chat_text(_messages(row, source.messages), source.chat_template)
-        text = self._template.render(row) if self._template is not None else _column_text(row, source.prompt or "")
-        if not text.strip():
-            raise RowError("empty_prompt", "the prompt is empty or blank")
-        if not source.chat:
-            return text
-        messages = [{"role": "user", "content": text}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system.render(row)})
-        return self._tokenizer.chat_text(messages, source.chat_template)
+        return _Sampling(max_tokens, own.get(MIN_TOKENS, self._min_tokens) or 0, canonical(own) if own else "{}")
 
 
-def _sendable(text: str) -> str:
-    """The text, if it has a UTF-8 form: JSON text inside a column and templates can bring half a surrogate pair."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            half = ascii(text[e.start])[1:-1]
-            reason = f"the prompt holds {half}, half of a surrogate pair, which is no character"
-            raise RowError("bad_unicode", reason) from e
-    return text
+def _open_composing(model: Model, source: PromptSource, tokenizer: Tokenizer, limits: Limits) -> Composing:
+    """What makes texts of rows. Raises SpecError for templates that cannot work for any."""
+    chat_template = (source.chat_template or tokenizer.chat_template) if source.chat else None
+    if source.chat and not chat_template:
+        raise SpecError(
+            f"model {model.path}: its tokenizer has no chat template; give one with input.chat_template: FILE, or "
+            "send plain text with input.chat: false"
+        )
+    whose = "input.chat_template" if source.chat_template else f"model {model.path}: its chat template"
+    setup = Setup(
+        source=source, chat_template=chat_template, names=tokenizer.names, whose=whose, special=tokenizer.special
+    )
+    plain = source.template is None and source.system is None and chat_template in (None, STUB_CHAT)
+    composing: Composing = InProcess(setup) if plain else Sandbox(setup, limits)
+    if source.chat:
+        _try_chat(composing, whose, source.system is not None)
+    return composing
 
 
-def _column_text(row: Mapping[str, Any], column: str) -> str:
-    if column not in row:
-        raise RowError("missing_column", f"the row has no column {column!r}")
-    value = row[column]
-    if value is None:
-        raise RowError("null_prompt", f"column {column!r} is null")
-    if not isinstance(value, str):
-        raise RowError("not_text", f"column {column!r} holds {type(value).__name__}, not text")
-    return value
+def _try_chat(composing: Composing, whose: str, with_system: bool) -> None:
+    """Raise SpecError for a chat template that runs into limits whatever it is given, or takes no system message."""
+    user = {"role": "user", "content": _PROBE}
+    system = {"role": "system", "content": f"system {_PROBE}"}
+    alone = _rewritten(composing, [user])
+    if isinstance(alone, RowError) and alone.code == LIMIT:
+        raise SpecError(f"{whose}: {alone.message}, whatever the row")
+    # What it says to a mere user message need not be the template's last word; then nothing is known of a system's.
+    if with_system and isinstance(alone, Composed):
+        both = _rewritten(composing, [system, user])
+        if isinstance(both, Composed) and system["content"].casefold() in both.text.casefold():
+            return
+        reason = both.message if isinstance(both, RowError) else "the model's chat template leaves it out"
+        cure = "put its text into input.template, or give another input.chat_template"
+        raise SpecError(f"input.system: {reason}; {cure}")
 
 
-def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
-    """A row's chat messages, as a list or as the JSON text of one."""
-    if column not in row:
-        raise RowError("missing_column", f"the row has no column {column!r}")
-    value = row[column]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as e:
-            raise RowError("bad_messages", f"column {column!r} is text, but not JSON: {e}") from e
-    if value is None:
-        raise RowError("null_prompt", f"column {column!r} is null")
-    if not isinstance(value, list):
-        raise RowError("bad_messages", f"column {column!r} holds {type(value).__name__}, not a list of messages")
-    if not value:
-        raise RowError("empty_prompt", f"column {column!r} is an empty list")
-    return [_message(column, message) for message in value]
-
-
-def _message(column: str, message: Any) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RowError("bad_messages", f"column {column!r}: each message needs a role and a content")
-    # Arrow pads structs with nulls for keys that other rows have; a template must not see them.
-    known = {key: value for key, value in message.items() if value is not None}
-    content = known.get("content")
-    if isinstance(content, list):
-        known["content"] = _flat_content(column, content)
-    elif content is not None and not isinstance(content, str):
-        raise RowError("not_text", f"column {column!r}: a message's content is {type(content).__name__}, not text")
-    return known
-
-
-def _flat_content(column: str, parts: list[Any]) -> str:
-    """Text parts joined by line breaks, as vLLM does for templates that take plain text."""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise RowError("unsupported_content", f"column {column!r}: only text parts can be sent in a message's content")
-    return "\n".join(text for text in texts if text is not None)
+def _rewritten(composing: Composing, draft: Draft) -> Composed | RowError:
+    result: Composed | RowError = composing.each("rewrite", [(draft, False)], _never)[0]
+    return result

@@ -1,5 +1,6 @@
 """Results on disk: part files in finish order, refused rows, and the merge of both with the input in input order."""
 
+from bulkgen.results.answers import judged
 from bulkgen.results.merge import MergeResult, merge
 from bulkgen.results.parts import PART_SCHEMA, About, PartRow, done_row, failed_row, read_keys, write_part
 from bulkgen.results.refused import RefusedWriter, read_refused
@@ -15,6 +16,7 @@ __all__ = [
     "RefusedWriter",
     "done_row",
     "failed_row",
+    "judged",
     "keys_of_done",
     "keys_to_retry",
     "load_keys",

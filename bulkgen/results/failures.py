@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ def failure_records(batch: InputTable, in_engine: pa.Table, at_planning: pa.Tabl
         "ordinal": in_engine["ordinal"],
         "error_code": in_engine["error_code"],
         "error": in_engine["error"],
-        "row": list(_as_json(batch.table, places)),
+        "row": list(rows_as_json(batch.table, places)),
         "raw": pa.nulls(len(places), pa.binary()),
         "row_key": hex_keys(in_engine["key"]),
     }
@@ -72,13 +73,30 @@ def failure_records(batch: InputTable, in_engine: pa.Table, at_planning: pa.Tabl
     return pa.concat_tables(both).sort_by("ordinal")
 
 
-def _as_json(table: pa.RecordBatch | pa.Table, places: Sequence[int]) -> Iterator[str]:
+def rows_as_json(table: pa.RecordBatch | pa.Table, places: Sequence[int]) -> Iterator[str]:
+    """Some rows of a table as JSON, whatever they hold: what JSON does not know says what it was."""
     for start in range(0, len(places), _ROWS_AT_ONCE):
         some = pa.array(places[start : start + _ROWS_AT_ONCE])
         columns = {name: _python_values(table[name].take(some)) for name in table.schema.names}
         for i in range(len(some)):
             row = {name: values[i] for name, values in columns.items()}
-            yield json.dumps(row, ensure_ascii=False, default=_tagged)
+            yield _dumped(row)
+
+
+def _dumped(row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, default=_tagged, allow_nan=False)
+    except ValueError:
+        # JSON has no NaN and no infinity.
+        return json.dumps(_without_nan(row), ensure_ascii=False, default=_tagged)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    return [_without_nan(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:

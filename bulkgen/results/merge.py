@@ -50,14 +50,16 @@ def merge(
     failures: Path,
     scratch: Path,
     progress: Callable[[int], None],
+    extra_columns: Sequence[str] = (),
 ) -> MergeResult:
     """Write the output and failures.parquet, each whole or not at all.
 
     `tables` gives the input rows in ordinal order, `keys` their ordinals; temporary data lies in the folder
-    `scratch`. `progress` is told the rows merged so far, 0 while parts are read, and may raise to stop. Raises
+    `scratch`. `extra_columns` are those of EXTRA_COLUMNS that the output has.
+    `progress` is told the rows merged so far, 0 while parts are read, and may raise to stop. Raises
     BulkgenError if a row has no result or two, OutputError when the disk does not take it.
     """
-    schema = output_schema(input_schema, text_column)
+    schema = output_schema(input_schema, text_column, extra_columns)
     with (
         open_output(output, schema, file_rows) as target,
         whole_file(failures) as failures_path,
@@ -69,7 +71,8 @@ def merge(
         for batch in tables:
             for first, end, finished, refusals in stretches.of(batch):
                 result = _one_each(batch, first, end, finished, refusals)
-                target.write(_output_rows(batch.table.slice(first - batch.first, end - first), result, schema))
+                rows_in = batch.table.slice(first - batch.first, end - first)
+                target.write(_output_rows(rows_in, result, extra_columns, schema))
                 bad = finished.filter(pc.equal(finished["status"], FAILED))
                 if bad.num_rows or refusals.num_rows:
                     failed_rows.write(failure_records(batch, bad, refusals))
@@ -174,8 +177,10 @@ def _as_results(refused: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=RESULT_SCHEMA)
 
 
-def _output_rows(table: pa.RecordBatch | pa.Table, result: pa.Table, schema: pa.Schema) -> pa.Table:
+def _output_rows(
+    table: pa.RecordBatch | pa.Table, result: pa.Table, extra_columns: Sequence[str], schema: pa.Schema
+) -> pa.Table:
     row_keys = hex_keys(result["key"])
     added = [result["status"], result["text"]]
-    added += [row_keys if name == "row_key" else result[name] for name in RESULT_COLUMNS]
+    added += [row_keys if name == "row_key" else result[name] for name in (*extra_columns, *RESULT_COLUMNS)]
     return pa.Table.from_arrays([*table.columns, *added], schema=schema)

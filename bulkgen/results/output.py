@@ -1,6 +1,6 @@
 """The finished output: one Parquet file, or a folder of them, put in place only when everything is written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,11 +17,11 @@ _NAME = "part-{:05d}.parquet"
 _TEMPORARY = ".tmp-{}"
 
 
-def output_schema(input_schema: pa.Schema, text_column: str) -> pa.Schema:
-    """The input's columns untouched, then status, the text, and RESULT_COLUMNS."""
+def output_schema(input_schema: pa.Schema, text_column: str, extra_columns: Sequence[str]) -> pa.Schema:
+    """The input's columns untouched, then status, the text, `extra_columns` and RESULT_COLUMNS."""
     types = {field.name: field.type for field in PART_SCHEMA} | {"row_key": pa.string()}
     added = [pa.field("status", pa.string()), pa.field(text_column, pa.string())]
-    added += [pa.field(name, types[name]) for name in RESULT_COLUMNS]
+    added += [pa.field(name, types[name]) for name in (*extra_columns, *RESULT_COLUMNS)]
     return pa.schema([*input_schema, *added], metadata=input_schema.metadata)
 
 

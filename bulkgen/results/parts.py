@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bulkgen.errors import OutputError
-from bulkgen.records import DONE, FAILED, ROW_KEY_BYTES, Completion, Failure
-from bulkgen.results.columns import as_column, as_keys
+from bulkgen.records import DONE, FAILED, ROW_KEY_BYTES, Completion, Failure, Logprobs, Sample
+from bulkgen.results.answers import EMPTY_OUTPUT
+from bulkgen.results.columns import LOGPROBS_TYPE, SAMPLES_TYPE, as_column, as_keys
 from bulkgen.results.disk import ParquetSink, open_parquet, reading
 from bulkgen.rundir import whole_file
 
@@ -35,6 +36,9 @@ PART_SCHEMA = pa.schema(
         ("warnings", pa.list_(pa.string())),
         ("attempts", pa.int32()),
         ("settings_key", pa.string()),
+        ("samples", SAMPLES_TYPE),
+        ("logprobs", LOGPROBS_TYPE),
+        ("valid", pa.bool_()),
     ]
 )
 # Columns with few distinct values. Texts are stored plainly, so that the file's own figures tell how large they are
@@ -55,7 +59,8 @@ _CHUNK_CHARACTERS = 16 << 20
 _READ_ROWS, _READ_BYTES = 65_536, 16 << 20
 # What a row takes in memory beside its texts: numbers, offsets, and the short strings that the file keeps once.
 _ROW_BYTES = 100
-EMPTY_OUTPUT = "empty_output"
+# What one log probability takes on its way: its number, the id and the text of its token.
+_LOGPROB_BYTES = 24
 _CURE = "it was committed, so restore it from a copy, or remove the run folder to generate everything again"
 
 
@@ -79,6 +84,9 @@ class PartRow(NamedTuple):
     warnings: Sequence[str] | None
     attempts: int
     settings_key: str
+    samples: Sequence[Sample] | None = None
+    logprobs: Logprobs | None = None
+    valid: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +120,17 @@ def done_row(row: About, c: Completion) -> PartRow:
         e2e_s=c.e2e_s,
         error_code=None,
         error=None,
-        warnings=[*row.warnings, *c.warnings, *([] if c.text else [EMPTY_OUTPUT])] or None,
+        warnings=[*row.warnings, *c.warnings, *([] if _says_something(c) else [EMPTY_OUTPUT])] or None,
         attempts=row.attempts,
         settings_key=row.settings_key,
+        samples=c.samples or None,
+        logprobs=c.logprobs,
+        valid=c.valid,
     )
+
+
+def _says_something(c: Completion) -> bool:
+    return bool(c.text) and all(sample.text for sample in c.samples)
 
 
 def failed_row(row: About, f: Failure) -> PartRow:
@@ -157,12 +172,21 @@ def _chunks(rows: Sequence[PartRow]) -> Iterator[Sequence[PartRow]]:
     """Nearly always one; more where texts are long."""
     start = size = 0
     for i, row in enumerate(rows):
-        size += len(row.text or "") + len(row.error or "")
+        size += len(row.text or "") + len(row.error or "") + _extra_size(row)
         if size >= _CHUNK_CHARACTERS:
             yield rows[start : i + 1]
             start, size = i + 1, 0
     if start < len(rows):
         yield rows[start:]
+
+
+def _extra_size(row: PartRow) -> int:
+    if row.samples is None and row.logprobs is None:
+        return 0
+    samples = row.samples or ()
+    logprobs = [row.logprobs, *(sample.logprobs for sample in samples)]
+    numbers = sum(len(given.tokens) + len(given.top_tokens) for given in logprobs if given is not None)
+    return sum(len(sample.text) for sample in samples) + numbers * _LOGPROB_BYTES
 
 
 def read_keys(path: Path) -> npt.NDArray[np.bytes_]:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from bulkgen.errors import SpecError
-from bulkgen.records import RESULT_COLUMNS
+from bulkgen.records import EXTRA_COLUMNS, RESULT_COLUMNS
+from bulkgen.spec.code import code_setting, code_variable
 from bulkgen.spec.sampling import SamplingSpec
 from bulkgen.spec.section import Misfit, Section
 
@@ -35,12 +36,25 @@ class InputSpec(Section):
     template: Text | None = Field(
         default=None, description="Jinja2 template of the user message, the row's columns its variables"
     )
+    batch: bool = Field(default=False, description="true: the rows are lines of an OpenAI batch, with a body each")
+    batch_model: Literal["check", "ignore"] = Field(
+        default="check", description="what becomes of a body that names another model than the job's: it fails, or not"
+    )
     system: Text | None = Field(
         default=None, description="Jinja2 template of a system message, with prompt or template"
     )
     chat: bool = Field(default=True, description="false: send the text as it is, without the model's chat template")
     chat_template: Text | None = Field(
         default=None, description="file with a chat template, in place of the model's own"
+    )
+    continue_final: bool = Field(
+        default=False, description="true: an answer that is the last of a row's messages is continued, not refused"
+    )
+    special_tokens: Literal["warn", "fail", "text"] = Field(
+        default="warn", description="what becomes of a row whose own text spells special tokens; text: they stay text"
+    )
+    too_long: Literal["fail", "truncate_left", "truncate_right"] = Field(
+        default="fail", description="what becomes of a prompt that leaves no room for output in the context"
     )
     allow_empty: bool = Field(
         default=False, description="an input without rows is in order and gives an output without rows"
@@ -49,16 +63,28 @@ class InputSpec(Section):
     @model_validator(mode="after")
     def _one_prompt(self) -> "InputSpec":
         given = [name for name in ("messages", "prompt", "template") if getattr(self, name) is not None]
+        given += ["batch"] if self.batch else []
         if len(given) != 1:
             what = f"there are {' and '.join(given)}" if given else "there is none"
-            raise ValueError(f"needs exactly one of messages, prompt and template; {what}")
-        if self.system is not None and self.messages is not None:
+            raise ValueError(f"needs exactly one of messages, prompt, template and batch; {what}")
+        if self.system is not None and (self.messages is not None or self.batch):
             raise Misfit("goes with prompt or template; messages bring their own system message", "system")
+        if self.batch and self.id is not None:
+            raise Misfit("does not go with batch: true, where custom_id names a row; remove it", "id")
+        if self.batch_model != "check" and not self.batch:
+            raise Misfit("needs batch: true", "batch_model")
         if not self.chat:
             for name in ("messages", "system", "chat_template"):
                 if getattr(self, name) is not None:
                     raise Misfit("needs chat: true; with chat: false the prompt is sent as plain text", name)
+        if self.continue_final and self.messages is None and not self.batch:
+            raise Misfit("goes with messages, whose last one may be an answer", "continue_final")
         return self
+
+    @property
+    def id_column(self) -> str | None:
+        """The column that names a row."""
+        return "custom_id" if self.batch else self.id
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -78,6 +104,9 @@ class OutputSpec(Section):
         default=15.0, description="seconds a finished row waits at most for that"
     )
     file_rows: Count = Field(default=1_000_000, description="rows a file, where the output is a folder")
+    private: bool = Field(
+        default=True, description="the run folder is for its owner alone; false: for whom the umask lets in"
+    )
 
     @field_validator("column")
     @classmethod
@@ -118,6 +147,19 @@ class StubSpec(Section):
     lose_rate: Share = Field(default=0.0, description="share of answers that the first incarnation never gives")
     swap_rate: Share = Field(default=0.0, description="share of its answers that are to a prompt of another length")
     shuffle: bool = Field(default=False, description="rows that end together come out in random order")
+    answers: dict[Text, str] = Field(
+        default={}, description="a prompt that holds one of these texts is answered with the text beside it"
+    )
+    cut: list[Text] = Field(default=[], description="a prompt that holds one of these texts is cut at max_tokens")
+    short: list[Text] = Field(
+        default=[], description="a prompt that holds one of these texts gets an answer less than it asks for"
+    )
+    neg_inf: list[Text] = Field(
+        default=[], description="a prompt that holds one of these texts gets log probabilities of -inf"
+    )
+    echo_params: bool = Field(
+        default=False, description="each prompt is answered with the sampling parameters of its request, as JSON"
+    )
 
 
 class EngineSpec(Section):
@@ -178,6 +220,15 @@ class EngineSpec(Section):
             raise Misfit("needs engine.kind: stub; remove it or set the kind", "stub")
         return self
 
+    @model_validator(mode="after")
+    def _no_code(self) -> "EngineSpec":
+        if (place := code_setting(self.args)) is not None:
+            raise Misfit("would run code that is not vLLM's own, and a job brings none; remove it", "args", *place)
+        if (name := code_variable(self.env)) is not None:
+            what = "could bring in code, and a job brings none; set it in the environment of the command itself"
+            raise Misfit(what, "env", name)
+        return self
+
     def vllm_args(self) -> dict[str, Any]:
         """What is set, as vLLM's EngineArgs."""
         ours = {"config", "kind", "replicas", "args", "env", "stub"}
@@ -234,6 +285,16 @@ class JobSpec(Section):
             raise Misfit("'stub' has no weights; set engine.kind: stub, or name a model", "model")
         return self
 
+    @model_validator(mode="after")
+    def _batch_of_its_own(self) -> "JobSpec":
+        if self.output.column in self.extra_columns:
+            what = f"{self.output.column!r} is a column that bulkgen writes itself"
+            raise Misfit(f"{what}; choose another name", "output", "column")
+        if self.input.batch and (columns := self.sampling.columns()):
+            what = "a batch has its parameters in the rows' bodies, and its columns hold none"
+            raise Misfit(f"{what}; give a value, which is the default", "sampling", next(iter(columns)))
+        return self
+
     def model_post_init(self, context: Any) -> None:
         """`load_spec` says in `context` where the spec comes from."""
         if context:
@@ -243,6 +304,11 @@ class JobSpec(Section):
     def source(self) -> Path:
         """The file that the spec was read from."""
         return self._source
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """Those of EXTRA_COLUMNS that the output has: what this job's rows can ask for."""
+        return EXTRA_COLUMNS if self.input.batch else self.sampling.extra_columns()
 
     @property
     def base(self) -> Path:
@@ -313,6 +379,6 @@ def check_collisions(spec: JobSpec, columns: Iterable[str]) -> None:
         if name == spec.output.column:
             what = f"output.column {name!r} is a column of the input already"
             raise SpecError(f"{spec.source}: {what}; set output.column to a name that the input does not have")
-        if name in OWN_COLUMNS:
+        if name in OWN_COLUMNS or name in spec.extra_columns:
             what = f"column {name!r} of the input has the name of one that bulkgen writes"
             raise SpecError(f"{spec.source}: {what}; rename it in the input")

@@ -3,6 +3,7 @@
 The ranges are those of `vllm.SamplingParams`; they stand here so that a wrong value is found before an engine loads.
 """
 
+from collections.abc import Mapping
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, get_args
@@ -13,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from bulkgen.errors import RowError
 from bulkgen.spec.faults import shown, wanted_value
 from bulkgen.spec.section import Misfit, Section
+from bulkgen.spec.structured import StructuredSpec, check_structured
 
 
 class Column(Section):
@@ -30,6 +32,11 @@ class Column(Section):
 
 # Tokens are counted in 32 bits, here and in vLLM; its seeds have 64.
 _MOST_TOKENS = 2**31 - 1
+# vLLM's own bounds, unless its environment or engine settings say otherwise.
+_MOST_SAMPLES = 16384
+_MOST_LOGPROBS = 20
+
+STRUCTURED = "structured_outputs"
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -41,6 +48,8 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 StopText = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(gt=0)]
+Samples = Annotated[int, Field(ge=1, le=_MOST_SAMPLES)]
+LikeliestTokens = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 
 
 class SamplingSpec(Section):
@@ -61,6 +70,13 @@ class SamplingSpec(Section):
     presence_penalty: Penalty | Column | None = None
     frequency_penalty: Penalty | Column | None = None
     repetition_penalty: RepetitionPenalty | Column | None = None
+    n: Samples | Column | None = Field(default=None, description="answers to each row, in the column `samples`")
+    logprobs: LikeliestTokens | Column | None = Field(
+        default=None,
+        description="log probability of each token, and of so many of the likeliest ones at its place",
+    )
+    ignore_eos: bool | Column | None = Field(default=None, description="go on after the model's end-of-text token")
+    structured_outputs: StructuredSpec | None = Field(default=None, description="the form that answers must have")
 
     @model_validator(mode="after")
     def _min_below_max(self) -> "SamplingSpec":
@@ -71,29 +87,64 @@ class SamplingSpec(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _samples_differ(self) -> "SamplingSpec":
+        if (fault := _equal_samples(self.n, self.temperature)) is not None:
+            raise Misfit(fault, "n")
+        return self
+
     def constants(self) -> dict[str, Any]:
         """The parameters that are the same for every row, and the defaults of those that may be null in a row."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        values = {name: defaults[name] if isinstance(value, Column) else value for name, value in self}
+        values = {name: defaults[name] if _column(value) else value for name, value in self}
+        values[STRUCTURED] = values[STRUCTURED].constraint() if values[STRUCTURED] is not None else None
         return {name: value for name, value in values.items() if value is not None}
 
     def columns(self) -> dict[str, str]:
         """Parameter → column, for those that come from the rows."""
-        return {name: value.column for name, value in self if isinstance(value, Column)}
+        columns = {name: _column(value) for name, value in self}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def extra_columns(self) -> tuple[str, ...]:
+        """Those of records.EXTRA_COLUMNS that these parameters can fill."""
+        filled = (("samples", self.n), ("logprobs", self.logprobs), ("valid", self.structured_outputs))
+        return tuple(name for name, value in filled if value is not None)
 
 
-def check_sampling_value(param: str, value: Any) -> Any:
-    """A row's value of a sampling parameter, if it is one. Raises RowError (`bad_sampling`) that says why not.
+def _column(value: Any) -> str | None:
+    return value.column if isinstance(value, Column | StructuredSpec) else None
 
-    Whole numbers that arrive as floats (a Parquet column with nulls, written by pandas) count as integers.
+
+def _equal_samples(n: Any, temperature: Any) -> str | None:
+    """What is wrong with asking for several answers that are bound to be the same."""
+    if isinstance(n, int) and n > 1 and not isinstance(temperature, Column) and temperature == 0:
+        return f"{n} answers at temperature 0 would be {n} times the same; raise temperature, or ask for one"
+    return None
+
+
+def check_sampling_together(sampling: Mapping[str, Any]) -> None:
+    """Raise RowError (`bad_sampling`) where values that are right one by one do not go together in a row."""
+    if (fault := _equal_samples(sampling.get("n"), sampling.get("temperature"))) is not None:
+        raise RowError("bad_sampling", f"sampling.n: {fault}")
+
+
+def check_sampling_value(param: str, value: Any, name: str | None = None, holder: str = "the row's column") -> Any:
+    """A row's value of a sampling parameter, if it is one.
+
+    Whole numbers that arrive as floats (a Parquet column with nulls, written by pandas) count as integers. `name`, if
+    it is not the parameter's, and `holder` are for messages. Raises RowError that says why not: `bad_sampling`, or
+    `bad_schema` for the form of answers.
     """
+    name = name or f"sampling.{param}"
+    if param == STRUCTURED:
+        return check_structured(value, name)
     adapter = _row_values(param)
     try:
         return adapter.validate_python(value)
     except ValidationError as e:
         if isinstance(value, float) and value.is_integer():
-            return check_sampling_value(param, int(value))
-        message = f"sampling.{param} must be {wanted_value(e)}; the row's column has {shown(value)}"
+            return check_sampling_value(param, int(value), name, holder)
+        message = f"{name} must be {wanted_value(e)}; {holder} has {shown(value)}"
         raise RowError("bad_sampling", message) from None
 
 
