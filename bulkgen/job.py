@@ -8,23 +8,20 @@ What is committed is in the manifest; a start goes on from there, whatever happe
 import hashlib
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import yaml
 
 from bulkgen import __version__
-from bulkgen.committed import Committed, committed_parts
+from bulkgen.accounts import last_price, summarize_run
+from bulkgen.committed import Committed
 from bulkgen.dataset import DataSet
 from bulkgen.engine.launcher import LocalLauncher
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
@@ -42,15 +39,17 @@ from bulkgen.preparation import (
 )
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
-from bulkgen.report import Progress, ProgressState, Report, summarize, write_reports
+from bulkgen.report import Progress, ProgressState, Report, write_reports
 from bulkgen.results import merge
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
 from bulkgen.seat import Limits, ReplicaSetup
+from bulkgen.secrecy import keep_secret, without_secrets
 from bulkgen.settings import Choice, check_settings, settings_key, settings_of
 from bulkgen.spec import JobSpec
 from bulkgen.stopping import StopFlag
 
 _SHOW_EVERY_S = 1.0
+_NAMES_SHOWN, _NAMES_KEPT = 3, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +74,24 @@ class Options:
     failure_limit: FailureLimit = field(default_factory=FailureLimit)
 
 
-def run_job(spec: JobSpec, progress: Progress, options: Options) -> Outcome:
+def run_job(spec: JobSpec, progress: Progress, options: Options, stop: StopFlag) -> Outcome:
     """Run a job, or go on with it, until every row is done or failed.
 
-    Raises Stopped after a signal, and the other BulkgenErrors for what makes going on impossible; whatever was
-    committed until then stays committed.
+    Raises Stopped when `stop` asks for it, and the other BulkgenErrors for what makes going on impossible; whatever
+    was committed until then stays committed.
     """
-    with StopFlag(progress.say) as stop:
+    keep_secret(spec.engine.env)
+    with stop.at_once():
         run = RunDir.of_output(spec.output_path)
         dataset = open_data(spec)
         model = open_job_model(spec, progress.say)
         check_output(spec, run)
-        stop.check()
-        run.create()
-        with run.held():
-            start = _Start(spec, run, dataset, model, progress, stop)
-            with closing(start.manifest):
-                start.heed(options)
-                return start.finished() or start.go()
+    run.create(spec.output.private)
+    with run.held():
+        start = _Start(spec, run, dataset, model, progress, stop)
+        with closing(start.manifest):
+            start.heed(options)
+            return start.finished() or start.go()
 
 
 class _Start:
@@ -144,7 +143,7 @@ class _Start:
         last = done[-1]
         if (last["made_of"], last["files"]) != (self._made_of(), self._written_files()):
             return None
-        if _last_price(self.manifest.records) != self.spec.price.usd_per_hour:
+        if last_price(self.manifest.records) != self.spec.price.usd_per_hour:
             self.manifest.append({"record": "price", "usd_per_hour": self.spec.price.usd_per_hour})
         return self._outcome(last, "nothing to do: this job is finished and its input unchanged")
 
@@ -194,11 +193,14 @@ class _Start:
 
     def _begin(self) -> None:
         self._sweep()
-        if self.dataset.left_out:
-            self.say(f"not read, since their names begin with _ or a dot: {', '.join(self.dataset.left_out)}")
+        left_out = self.dataset.left_out
+        if left_out:
+            names = ", ".join(left_out[:_NAMES_SHOWN]) + (", ..." if len(left_out) > _NAMES_SHOWN else "")
+            self.say(f"{len(left_out)} file(s) not read, since their names begin with _ or a dot: {names}")
         chosen = [{"args": dict(s.settings.args), "env": dict(s.env)} for s in self._setups]
         with whole_file(self.run.job) as path:
-            job = _without_secrets(self.spec.resolved() | {"chosen": {"replicas": chosen}})
+            spec = self.spec.resolved()
+            job = spec | without_secrets({"engine": spec["engine"], "chosen": {"replicas": chosen}})
             path.write_text(yaml.safe_dump(job, sort_keys=False, allow_unicode=True), encoding="utf-8")
         self.manifest.append(
             {
@@ -209,7 +211,9 @@ class _Start:
                 "pid": os.getpid(),
                 "version": __version__,
                 "spec": self.spec.spec_hash,
+                "base": str(self.spec.base),
                 "settings": self.settings,
+                "left_out": {"files": len(left_out), "names": left_out[:_NAMES_KEPT]},
                 "replicas": self.spec.engine.replicas,
                 "usd_per_hour": self.spec.price.usd_per_hour,
             }
@@ -231,16 +235,17 @@ class _Start:
 
     def _plan(self) -> Plan:
         began = time.monotonic()
-        plan = self._planned_before() or plan_rows(
-            self.spec,
-            self.dataset,
-            self.model,
-            self.run,
-            {"made_from": self._plan_made_from()},
-            self.failure_limit,
-            self.stop.check,
-            self._show_planning,
-        )
+        with self.run.kept_private():
+            plan = self._planned_before() or plan_rows(
+                self.spec,
+                self.dataset,
+                self.model,
+                self.run,
+                {"made_from": self._plan_made_from()},
+                self.failure_limit,
+                self.stop.check,
+                self._show_planning,
+            )
         self.committed.mark(plan)
         pending = [plan.pending(shard) for shard in plan.shards]
         rows, prompt_tokens, budget_tokens = (sum(p[i] for p in pending) for i in range(3))
@@ -295,11 +300,7 @@ class _Start:
             "stage": stage,
         }
         text = json.dumps(about | asdict(state) | {"replicas": self.spec.engine.replicas})
-        # Not synced: after a crash of the machine the manifest tells, this is for those who look on.
-        temporary = self.run.progress.with_suffix(".tmp")
-        with suppress(OSError):
-            temporary.write_text(text)
-            temporary.replace(self.run.progress)
+        self.run.show(text)
 
     # ---- generate ----
 
@@ -358,6 +359,7 @@ class _Start:
 
         def merged(rows: int) -> None:
             self.stop.check()
+            self._show("merging", ProgressState(rows=plan.rows, done=rows))
 
         result = merge(
             parts=self.committed.parts(),
@@ -412,42 +414,6 @@ class _Start:
                 "message": message,
             }
         )
-
-
-def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
-    """The report over all starts, at the price that the spec had last.
-
-    Rows that are no longer in the input are told apart by the plan on disk.
-    """
-    price = {"usd_per_hour": _last_price(records)}
-    records = [record | price if record["record"] == "start" else record for record in records]
-    try:
-        plan = load_plan(run.plan)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return summarize(run, records, alive=run.is_held())
-    retired = {part.path: part.retired for part in committed_parts(run, records)}
-
-    def in_plan(part: Path, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = plan.lookup(keys) >= 0
-        gone = retired.get(part)
-        return found if gone is None else found & ~np.isin(keys, gone)
-
-    return summarize(run, records, in_plan=in_plan, alive=run.is_held())
-
-
-def _without_secrets(value: Any) -> Any:
-    """A spec as it may be written down: values whose names say that they are secret are left out."""
-    if isinstance(value, list):
-        return [_without_secrets(inner) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    secret = re.compile(r"(?i)token$|secret|password|passwd|api_?key|credential")
-    return {k: "(not written down)" if secret.search(k) else _without_secrets(v) for k, v in value.items()}
-
-
-def _last_price(records: list[dict[str, Any]]) -> float | None:
-    prices = [record["usd_per_hour"] for record in records if record["record"] in ("start", "price")]
-    return prices[-1] if prices else None
 
 
 def _digest(*facts: Any) -> str:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,15 @@ from typing import Any
 
 from bulkgen import __version__
 from bulkgen.errors import HeldError, OutputError
+from bulkgen.secrecy import hushed
 
-FORMAT = 1
+FORMAT = 2
 RUN_SUFFIX = ".bulkgen"
 RUN_FOLDER = "_bulkgen"
 _LOCK_PATIENCE_S = 0.5
+# What others than the owner may do: nothing, in a folder that holds rows and logs.
+_OTHERS = 0o077
+_SENTENCES = ("message", "reason", "text")
 
 
 class RunDir:
@@ -45,8 +50,11 @@ class RunDir:
         self.log = path / "run.log"
 
     def engine_log(self, replica: int) -> Path:
-        """Where one replica's engine writes its own words."""
-        return self.path / f"engine-{replica}.log"
+        """Where one replica's engine writes its own words; a file that is there, with the rights of the folder."""
+        path = self.path / f"engine-{replica}.log"
+        with contextlib.suppress(OSError):
+            os.close(_open_to_append(path))
+        return path
 
     @classmethod
     def of_output(cls, output: Path) -> "RunDir":
@@ -63,17 +71,62 @@ class RunDir:
                 return candidate
         raise OutputError(f"{path}: no bulkgen run here; give the output path of a job that `bulkgen run` has started")
 
-    def create(self) -> None:
-        """Make the folder, and prove that it can be written to, before anything expensive begins."""
-        probe = self.path / f".tmp-probe-{os.getpid()}"
+    @property
+    def output(self) -> Path:
+        """The output whose run folder this is."""
+        return self.path.parent if self.path.name == RUN_FOLDER else self.path.with_name(self.path.stem)
+
+    def create(self, private: bool = True) -> None:
+        """Make the folder, and prove that it and what it lies in can be written to, before anything expensive begins.
+
+        A private one is its owner's alone, also where it was not so far; one that is stricter than it need be stays
+        so. What is in it is files and folders: a link in it might lead anywhere. Raises OutputError.
+        """
+        made: list[Path] = []
         try:
-            self.parts.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"bulkgen")
-            probe.unlink()
-        except OSError as e:
+            made += [folder for folder in (self.parts, self.path, *self.path.parents) if not folder.exists()]
+            _make_folder(self.path, 0o700 if private else 0o777)
+            _refuse_links(self.path)
+            self.parts.mkdir(0o700 if private else 0o777, exist_ok=True)
+            if private:
+                _keep_from_others(self.path)
+            for folder in (self.path.parent, self.path):
+                _probe(folder)
+            os.close(_open_to_append(self.timeline_log))
+        except (OSError, OutputError) as e:
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            if isinstance(e, OutputError):
+                raise
+            what = f"{e.filename or self.path}: {e.strerror or e}"
             raise OutputError(
-                f"{self.path}: cannot write the run folder ({e.strerror or e}); choose another output path or free it"
+                f"{self.path}: cannot write the run folder ({what}); choose another output path or free it"
             ) from e
+
+    @contextlib.contextmanager
+    def kept_private(self) -> Iterator[None]:
+        """While this lasts, what this process writes is for nobody who may not look into the run folder.
+
+        For the plan, whose files are written plainly. Not for whole runs: an engine downloads models, and output and
+        caches are made as the user's umask says.
+        """
+        umask = os.umask(_OTHERS)
+        # What the folder does not grant, files in it do not either.
+        os.umask(umask | (~self.path.stat().st_mode & _OTHERS))
+        try:
+            yield
+        finally:
+            os.umask(umask)
+
+    def show(self, text: str) -> None:
+        """Replace what progress.json says. Not worth ending a run for, and not synced: the manifest is."""
+        temporary = self.progress.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            with os.fdopen(_open_to_append(temporary), "w", encoding="utf-8") as file:
+                file.write(text)
+            temporary.replace(self.progress)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -82,7 +135,10 @@ class RunDir:
         The kernel drops the lock with its process, however that ends, so a lock is never stale.
         Raises HeldError that names the holder.
         """
-        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _mode_in(self.path))
+        except OSError as e:
+            raise OutputError(f"{self.lock}: cannot be written ({e.strerror or e}); free the place") from e
         try:
             self._take_lock(fd)
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
@@ -140,7 +196,7 @@ class Manifest:
         self.path = path
         self.records, self._size = _read_whole_records(path)
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = os.fdopen(_open_to_append(path), "ab", buffering=0)
             self._file.truncate(self._size)
         except OSError as e:
             raise OutputError(f"{path}: cannot open the manifest ({e.strerror or e})") from e
@@ -149,9 +205,10 @@ class Manifest:
             sync(path.parent)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one record and sync it to disk."""
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
-        data = line.encode()
+        """Write one record and sync it to disk. Sentences in it are kept free of secrets."""
+        record = _hushed(record)
+        # ASCII alone: whatever a record holds, it can be written, and drives no terminal.
+        data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -202,7 +259,8 @@ def _read_whole_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     if records and records[0].get("format") != FORMAT:
         raise OutputError(
             f"{path}: written in format {records[0].get('format')!r}, this bulkgen reads format {FORMAT}; "
-            "choose a new output or the bulkgen version that wrote it"
+            "choose another output.path, go on with the version of bulkgen that wrote it, or remove the run folder and "
+            "the output to begin anew"
         )
     return records, data.rfind(b"\n") + 1
 
@@ -215,19 +273,27 @@ class RunLog:
 
     def write(self, event: str, **facts: Any) -> None:
         """Append a line. A full disk must not end a run for the sake of its log."""
-        line = json.dumps({"time": time.time(), "pid": os.getpid(), "event": event} | facts, ensure_ascii=False)
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as f:
+        line = json.dumps({"time": time.time(), "pid": os.getpid(), "event": event} | _hushed(facts))
+        with contextlib.suppress(OSError), os.fdopen(_open_to_append(self._path), "a", encoding="ascii") as f:
             f.write(line + "\n")
+
+
+def _hushed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts whose sentences, which may be an engine's own, hold no secret. All else is compared later, and stays."""
+    return facts | {name: hushed(facts[name]) for name in _SENTENCES if isinstance(facts.get(name), str)}
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; when the block ends well it becomes `path`, synced, else it is gone.
 
-    Raises OutputError naming `path` and the system's reason.
+    The temporary file is there, and empty, so that nobody's link can be in its place, and nobody may read it who may
+    not read the folder. Raises OutputError naming `path` and the system's reason.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
+        temporary.unlink(missing_ok=True)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _mode_in(path.parent)))
         yield temporary
         sync(temporary)
         temporary.replace(path)
@@ -237,6 +303,68 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _mode_in(folder: Path) -> int:
+    """The rights of a new file, before the umask: no more than its folder gives to the same people."""
+    return stat.S_IMODE(folder.stat().st_mode) & 0o666
+
+
+def _open_to_append(path: Path) -> int:
+    """Open a file, or make it, but not follow a link in its place."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _mode_in(path.parent))
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All that lies in a folder, at any depth, a folder before what is in it. Follows no link.
+
+    A run that works in it removes and renames meanwhile; what is gone is passed over.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        with os.scandir(folder) as listed:
+            entries = list(listed)
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(Path(entry.path))
+
+
+def _refuse_links(folder: Path) -> None:
+    for entry in _entries(folder):
+        if not entry.is_dir(follow_symlinks=False) and not entry.is_file(follow_symlinks=False):
+            what = "a symbolic link" if entry.is_symlink() else "neither a file nor a folder"
+            raise OutputError(f"{entry.path}: is {what}, and bulkgen writes to none in a run folder; remove it")
+
+
+def _keep_from_others(folder: Path) -> None:
+    """Take the rights of others from a folder and what is in it, where it is ours."""
+    for path in (folder, *(Path(entry.path) for entry in _entries(folder))):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            if facts.st_uid == os.geteuid() and facts.st_mode & _OTHERS and not stat.S_ISLNK(facts.st_mode):
+                path.chmod(stat.S_IMODE(facts.st_mode) & ~_OTHERS)
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    """Make a folder that may be there, and those that it lies in, these with the rights that folders usually get."""
+    with contextlib.suppress(FileExistsError):
+        try:
+            folder.mkdir(mode)
+        except FileNotFoundError:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode)
+
+
+def _probe(folder: Path) -> None:
+    """Raise OSError where a folder takes no file. Really writes one: to root, rights say nothing."""
+    probe = folder / f".tmp-probe-{os.getpid()}"
+    probe.unlink(missing_ok=True)  # of another process with this number, which was killed
+    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, b"bulkgen")
+    finally:
+        os.close(fd)
+        probe.unlink()
 
 
 def sync(path: Path) -> None:

@@ -38,6 +38,8 @@ PART_SCHEMA = pa.schema(
         ("e2e_s", pa.float64()),
         ("error_code", pa.string()),
         ("error", pa.string()),
+        ("warnings", pa.list_(pa.string())),
+        ("attempts", pa.int32()),
     ]
 )
 
@@ -86,7 +88,7 @@ class Run:
         self.dir.create()
         self.start_number = 0
         self.parts = 0
-        self.record(record="format", format=1, bulkgen="0.1.0")
+        self.record(record="format", format=2, bulkgen="0.1.0")
 
     def record(self, **fields: Any) -> None:
         with self.dir.manifest.open("a") as f:
@@ -523,6 +525,100 @@ class TestTimeline:
     def test_a_torn_line_costs_only_itself(self, run: Run) -> None:
         killed_and_resumed(run)
         assert run.report().timeline["time"].to_list() == [1012.0, 1017.0, 2011.0, 3013.0]
+
+
+class TestWarnings:
+    def rows(self, run: Run) -> None:
+        run.start(0.0, rows=8, refused=2, left_out={"files": 5, "names": ["_a.parquet", ".b.parquet", "_c", "_d"]})
+        empty = {"text": "", "warnings": ["prompt_truncated", "empty_output"]}
+        run.part([row(0), row(1, **empty), row(2, **empty, finish_reason="length")], 1.0, 2.0)
+        run.part([row(3, warnings=["prompt_truncated"], attempts=3), row(4, attempts=1), failed(5)], 1.0, 2.0)
+        codes = pa.table({"code": ["empty_prompt", "damaged_file"], "row": ["a", "b"]})
+        run.dir.refused.parent.mkdir()
+        pq.write_table(codes, run.dir.refused)
+
+    def test_they_are_counted_by_code(self, run: Run) -> None:
+        self.rows(run)
+        whole = run.report().whole
+        assert whole.warnings == {"prompt_truncated": 3, "empty_output": 2}
+        assert (whole.rows.empty, whole.rows.empty_at_length, whole.rows.retried) == (2, 1, 1)
+        assert whole.refused_codes == {"damaged_file": 1, "empty_prompt": 1}
+        assert whole.error_codes == {"too_long_for_engine": 1}
+
+    def test_those_of_stale_rows_are_not(self, run: Run) -> None:
+        self.rows(run)
+        run.start(100.0, rows=3, before=3)
+
+        def in_plan(part: Path, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
+            return np.isin(keys, np.array([key(0), key(2), key(4)], "S16"))
+
+        whole = run.report(in_plan=in_plan).whole
+        assert whole.warnings == {"prompt_truncated": 1, "empty_output": 1}
+        assert (whole.rows.empty, whole.rows.empty_at_length, whole.rows.retried) == (1, 1, 0)
+
+    def test_refused_rows_of_another_plan_are_not(self, run: Run) -> None:
+        self.rows(run)
+        run.start(100.0, rows=8, before=5, refused=1)
+        assert run.report().whole.refused_codes == {}
+
+    def test_they_are_in_the_table_the_json_and_the_file(self, run: Run) -> None:
+        self.rows(run)
+        report = run.report()
+        write_reports(report, run.dir)
+        whole = pq.read_table(run.dir.report).to_pylist()[-1]
+        assert whole["warnings"] == [{"code": "prompt_truncated", "rows": 3}, {"code": "empty_output", "rows": 2}]
+        assert (whole["empty"], whole["empty_at_length"], whole["retried"], whole["left_out_files"]) == (2, 1, 1, 5)
+        assert whole["left_out"] == ["_a.parquet", ".b.parquet", "_c", "_d"]
+        data = report_json(report)["whole"]
+        assert data["warnings"] == {"prompt_truncated": 3, "empty_output": 2}
+        assert data["left_out"] == ["_a.parquet", ".b.parquet", "_c", "_d"]
+        text = TestTables().show(report, width=120)
+        shown = [re.sub(r"\s{2,}", " | ", line.strip()) for line in text.splitlines()]
+        for line in (
+            "3 | warning: prompt_truncated",
+            "1 | refused by planning: damaged_file",
+            "rows empty | 2 | done without text, 1 of them cut",
+            "rows retried | 1 | an engine was given them more than once",
+            "files left out | 5 | names begin with _ or a dot: _a.parquet, .b.parquet, _c, ...",
+        ):
+            assert line in shown
+
+
+class TestClockSetBack:
+    """Wall-clock times that fall, as after a clock was set: nothing is negative, nothing fails."""
+
+    def test_no_figure_is_negative(self, run: Run) -> None:
+        run.start(1000.0, rows=4)
+        run.ready(1.0)
+        run.part([row(0), row(1)], offered=1010.0, completed=400.0)
+        for t in (1011.0, 1012.0, 411.0, 412.0):
+            run.sample(t, waiting=1, output_tokens=int(t) % 1000, kv_usage=0.5)
+        run.record(record="restart", start=1, replica=0, incarnation=1, time=420.0, reason="killed by signal 9")
+        run.end(430.0, "stopped", 75)
+        run.start(200.0, rows=4, before=2)
+        run.part([row(2), row(3)], offered=300.0, completed=100.0)
+        run.end(90.0)
+        report = run.report()
+        write_reports(report, run.dir)
+
+        def numbers(value: Any) -> Iterable[float]:
+            if isinstance(value, dict):
+                return [n for name, inner in value.items() if name != "time" for n in numbers(inner)]
+            if isinstance(value, list):
+                return [n for inner in value for n in numbers(inner)]
+            return [value] if isinstance(value, int | float) else []
+
+        data = report_json(report)
+        for section in (data["whole"], *data["starts"]):
+            own = {name: value for name, value in section.items() if not name.startswith("lost_")}
+            assert all(n >= 0 for n in numbers(own))
+            assert section["lost_s"] >= 0
+        timeline = report.timeline
+        for name in ("t_s", "output_tokens_per_s"):
+            assert all(value >= 0 for value in timeline[name].drop_nulls())
+        assert timeline["time"].to_list() == [1011.0, 1012.0, 411.0, 412.0]
+        text = TestTables().show(report)
+        assert not re.search(r"[\s+]-\d", text)
 
 
 class TestBeginnings:

@@ -1,5 +1,6 @@
 """Meter (pure), progress on a terminal and off it, and figures as people read them."""
 
+import dataclasses
 import io
 import subprocess
 import sys
@@ -84,6 +85,25 @@ class TestMeter:
         meter.observe(20.0, 0, engine(1000, 900, **full))
         assert meter.eta_s(20.0) == 0.0
 
+    def test_a_clock_that_is_set_back_gives_no_negative_rate_and_no_growing_memory(self) -> None:
+        meter = Meter(10**6, 10**6, window_s=10)
+        for t in range(100):
+            meter.observe(1000.0 + t, 0, engine(0, 10 * t))
+        for t in range(1000):
+            meter.observe(200.0 + t / 2, 0, engine(0, 1000 + 5 * t))
+            rates = meter.rates(200.0 + t / 2)
+            assert rates.output_tokens_per_s >= 0
+            assert (eta := meter.eta_s(200.0 + t / 2)) is None or eta >= 0
+        assert rates.output_tokens_per_s == pytest.approx(10)
+        assert len(meter._samples) <= 30
+
+    def test_two_engines_samples_need_not_come_in_order(self) -> None:
+        meter = Meter(1000, 1000)
+        for t in range(20):
+            meter.observe(float(t), 0, engine(0, 10 * t))
+            meter.observe(t - 0.3, 1, engine(0, 10 * t))
+        assert meter.rates(19.0).output_tokens_per_s == pytest.approx(20, rel=0.1)
+
     def test_memory_is_bounded_by_the_window(self) -> None:
         meter = Meter(1, 1, window_s=10)
         for t in range(10_000):
@@ -126,7 +146,7 @@ STATE = ProgressState(
 class TestPlainLines:
     def show(self, **options: Any) -> tuple[Progress, io.StringIO, Clock]:
         stream, clock = io.StringIO(), Clock()
-        return Progress(stream=stream, clock=clock, **options), stream, clock
+        return Progress(stream=stream, clock=clock, ticks=clock, **options), stream, clock
 
     def test_a_line_every_so_often_without_control_characters(self) -> None:
         progress, stream, clock = self.show(every_s=30)
@@ -139,6 +159,7 @@ class TestPlainLines:
         assert lines[0].endswith(" generating")
         assert "273 of 600 rows (3 failed), 450k of 1.0M tokens (45%)" in lines[1]
         assert "output 312 tokens/s, total 1,204 tokens/s, running 64, waiting 12, KV 87%, ETA 2m 31s" in lines[1]
+        assert lines[1].endswith(", 0.00 rows/s")
         assert "\r" not in stream.getvalue()
         assert "\x1b" not in stream.getvalue()
 
@@ -159,7 +180,51 @@ class TestPlainLines:
         progress.stage("planning")
         clock.now += 2
         progress.update(ProgressState(rows=12_345))
-        assert stream.getvalue().endswith("planning: 12,345 rows\n")
+        assert stream.getvalue().endswith("planning: 12,345 rows, 0.00 rows/s\n")
+        clock.now += 2
+        progress.update(ProgressState(rows=13_345, refused=12))
+        assert stream.getvalue().endswith("planning: 13,345 rows (12 failed), 500 rows/s\n")
+
+    def test_merging_shows_how_far_it_is(self) -> None:
+        progress, stream, clock = self.show(every_s=1)
+        progress.stage("merging")
+        progress.update(ProgressState(rows=1000))
+        clock.now += 2
+        progress.update(ProgressState(rows=1000, done=400))
+        assert "merging: 400 of 1,000 rows" in stream.getvalue()
+
+    def test_whoever_asks_gets_a_line_at_once(self) -> None:
+        progress, stream, clock = self.show(every_s=1000)
+        progress.stage("generating")
+        progress.update(STATE)
+        clock.now += 2
+        progress.now()
+        assert "generating: 273 of 600 rows (3 failed)" in stream.getvalue().splitlines()[-1]
+
+    def test_a_clock_that_is_set_back_stops_no_lines(self) -> None:
+        stream, clock, ticks = io.StringIO(), Clock(), Clock()
+        progress = Progress(stream=stream, clock=clock, ticks=ticks, every_s=30)
+        progress.stage("generating")
+        for _ in range(4):
+            clock.now -= 3600
+            ticks.now += 20
+            progress.update(STATE)
+        assert stream.getvalue().count("273 of 600") == 2
+
+    def test_rows_that_are_taken_back_are_no_negative_speed(self) -> None:
+        progress, stream, clock = self.show(every_s=1)
+        progress.stage("generating")
+        progress.update(STATE)
+        clock.now += 2
+        progress.update(dataclasses.replace(STATE, done=100))
+        assert "rows/s" not in stream.getvalue()
+
+    def test_a_signal_in_the_middle_of_a_write_is_no_error(self) -> None:
+        class Busy(io.StringIO):
+            def write(self, text: str) -> int:
+                raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+        Progress(stream=Busy()).say("SIGTERM: stopping")
 
     def test_quiet_prints_nothing(self) -> None:
         progress, stream, clock = self.show(quiet=True)
@@ -251,6 +316,7 @@ def test_visible_in_ascii_and_cut() -> None:
     [
         (figures.seconds(None), "-"),
         (figures.seconds(0.0), "0s"),
+        (figures.seconds(-3600.0), "0s"),
         (figures.seconds(0.00012), "120us"),
         (figures.seconds(0.0123), "12ms"),
         (figures.seconds(0.9999), "1.0s"),

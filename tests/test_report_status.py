@@ -74,7 +74,7 @@ def end(number: int, outcome: str, code: int, message: str = "") -> dict[str, An
 
 
 def write(folder: Path, *records: dict[str, Any]) -> Path:
-    lines = [{"record": "format", "format": 1, "bulkgen": "0.1.0"}, *records]
+    lines = [{"record": "format", "format": 2, "bulkgen": "0.1.0"}, *records]
     folder.joinpath("manifest.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     return folder
 
@@ -122,6 +122,32 @@ def test_running(tmp_path: Path) -> None:
     assert "output 20.0 tokens/s, total 50.0 tokens/s, running 8, waiting 4, KV 50%, ETA 12.0s" in text
     assert "start     1, process 42 on box, 2 replica(s)" in text
     assert "\x1b" not in text
+
+
+def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    write(tmp_path, start(1), plan(1, 100))
+    write_progress(tmp_path)
+    status = load_status(tmp_path, True, now=500.0)
+    assert status.age_s == 0.0
+    assert "no news" not in status.next
+
+
+def test_merged_rows_are_not_taken_for_rows_that_are_done(tmp_path: Path) -> None:
+    write(tmp_path, start(1), plan(1, 100, refused=2), part(1, 90, 8))
+    write_progress(tmp_path, stage="merging", done=55, failed=0, refused=0, tokens_planned=0, tokens_done=0)
+    status = load_status(tmp_path, True, now=1101.0)
+    assert (status.stage, status.done, status.failed, status.refused, status.pending) == ("merging", 90, 8, 2, 0)
+
+
+def test_nothing_of_a_run_drives_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b]0;title\x07\u202egnp\r\nbulkgen: all done"
+    folder = tmp_path / f"a{evil.replace('/', '')}"
+    folder.mkdir()
+    write(folder, start(1, host=evil), plan(1, 100), end(1, "failed", 4, evil))
+    for alive in (True, False):
+        text = shown(load_status(folder, alive))
+        assert not set("\x1b\x07\r\u202e") & set(text)
+        assert not any(line.startswith("bulkgen: all done") for line in text.splitlines())
 
 
 def test_running_without_news(tmp_path: Path) -> None:

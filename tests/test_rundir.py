@@ -1,14 +1,18 @@
 """The run folder: one holder at a time, a manifest that is whole, files that exist whole or not at all."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bulkgen.errors import HeldError, OutputError
-from bulkgen.rundir import Manifest, RunDir, read_manifest, whole_file
+from bulkgen.rundir import Manifest, RunDir, RunLog, read_manifest, whole_file
+from bulkgen.secrecy import HIDDEN, is_secret, keep_secret
 
 
 @pytest.fixture
@@ -97,10 +101,13 @@ def test_damage_before_the_end_is_an_error_that_names_the_line(run: RunDir) -> N
         read_manifest(run.manifest)
 
 
-def test_another_format_is_refused(run: RunDir) -> None:
-    run.manifest.write_text('{"record":"format","format":99}\n')
-    with pytest.raises(OutputError, match="format 99"):
+@pytest.mark.parametrize("number", [1, 99, '"2"', "null"])
+def test_another_format_is_refused_with_what_to_do(run: RunDir, number: object) -> None:
+    run.manifest.write_text(f'{{"record":"format","format":{number}}}\n')
+    with pytest.raises(OutputError, match=r"written in format .*, this bulkgen reads format 2; choose another output"):
         Manifest(run.manifest)
+    with pytest.raises(OutputError, match="or remove the run folder and the output to begin anew"):
+        read_manifest(run.manifest)
 
 
 def test_a_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
@@ -125,3 +132,182 @@ def test_an_output_that_cannot_be_written_is_named_with_the_reason(tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"file/out.parquet.bulkgen.*Not a directory"):
         RunDir.of_output(tmp_path / "file" / "out.parquet").create()
+
+
+def test_what_cannot_be_made_whole_leaves_nothing_behind(tmp_path: Path) -> None:
+    long = tmp_path / "a" / "b" / ("x" * 250)  # a name that fits; with the run folder's suffix it does not
+    with pytest.raises(OutputError, match="File name too long"):
+        RunDir.of_output(long.with_suffix(".parquet")).create()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- who may look into it, and where what is written goes ----
+
+
+def rights(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def fill(run: RunDir) -> None:
+    """Write one file of each sort."""
+    with run.held(), run.kept_private():
+        run.plan.mkdir(exist_ok=True)
+        (run.plan / "keys.bin").write_bytes(b"x")
+        Manifest(run.manifest).close()
+    RunLog(run.log).write("said", text="x")
+    run.show("{}")
+    run.engine_log(0)
+    with whole_file(run.parts / "part.parquet") as path:
+        path.write_bytes(b"x")
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    run = RunDir.of_output(tmp_path / "new" / "out.parquet")
+    run.create()
+    fill(run)
+    assert rights(tmp_path / "new") == 0o775
+    for path in (run.path, *run.path.rglob("*")):
+        assert rights(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_one_that_is_not_private_follows_the_umask(tmp_path: Path) -> None:
+    run = RunDir.of_output(tmp_path / "out.parquet")
+    run.create(private=False)
+    fill(run)
+    for path in (run.path, *run.path.rglob("*")):
+        assert rights(path) == (0o775 if path.is_dir() else 0o664), path
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_folder_that_was_open_is_closed_and_a_stricter_one_is_left(tmp_path: Path) -> None:
+    run = RunDir.of_output(tmp_path / "out.parquet")
+    run.create(private=False)
+    fill(run)
+    run.log.chmod(0o400)
+    run.create()
+    assert rights(run.path) == 0o700
+    assert rights(run.parts / "part.parquet") == 0o600
+    assert rights(run.log) == 0o400
+    run.create(private=False)
+    assert rights(run.path) == 0o700
+    assert rights(run.manifest) == 0o600
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.jsonl",
+        "lock",
+        "run.log",
+        "engine-0.log",
+        "parts",
+        "plan",
+        "parts/part-s0001-r0-i0-000000.parquet",
+        "x",
+    ],
+)
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_in_the_folder_is_not_followed(run: RunDir, tmp_path: Path, name: str, dangling: bool) -> None:
+    target = tmp_path / "precious"
+    if not dangling:
+        target.write_text("precious")
+    if name == "parts":
+        run.parts.rmdir()
+    (run.path / name).symlink_to(target)
+    with pytest.raises(OutputError, match=r"is a symbolic link, and bulkgen writes to none in a run folder; remove it"):
+        run.create()
+    assert not target.exists() if dangling else target.read_text() == "precious"
+
+
+def test_a_pipe_in_the_folder_is_not_waited_for(run: RunDir) -> None:
+    os.mkfifo(run.log)
+    with pytest.raises(OutputError, match="neither a file nor a folder"):
+        run.create()
+
+
+def test_a_link_that_comes_later_is_not_followed_either(run: RunDir, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    for path in (run.manifest, run.lock, run.log, run.progress.with_suffix(".tmp"), run.parts / ".tmp-part.parquet"):
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    with pytest.raises(OutputError, match="manifest"):
+        Manifest(run.manifest)
+    with pytest.raises(OutputError, match="lock"), run.held():
+        pass
+    RunLog(run.log).write("said", text="x")
+    run.show("{}")
+    with whole_file(run.parts / "part.parquet") as path:
+        path.write_text("x")
+    assert target.read_text() == "precious"
+    assert (run.parts / "part.parquet").read_text() == "x"
+    assert json.loads(run.progress.read_text()) == {}
+
+
+def test_a_run_folder_may_itself_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    run = RunDir.of_output(tmp_path / "out.parquet")
+    run.path.symlink_to(tmp_path / "scratch")
+    run.create()
+    Manifest(run.manifest).close()
+    assert (tmp_path / "scratch" / "manifest.jsonl").exists()
+
+
+def test_a_lock_that_tells_of_another_machine_or_boot_is_no_obstacle(run: RunDir) -> None:
+    run.lock.write_text('{"pid": 1, "host": "elsewhere", "since": 1.0}')
+    assert not run.is_held()
+    with run.held():
+        pass
+    run.lock.write_bytes(b"\x00" * 40)
+    with run.held(), pytest.raises(HeldError, match="held by"), run.held():
+        pass
+
+
+def test_any_text_can_be_put_on_record_and_drives_no_terminal(run: RunDir) -> None:
+    text = "half \ud800, \x1b[2J, \u202e, \u2028, \x9b, größe"
+    manifest = Manifest(run.manifest)
+    manifest.append({"record": "end", "message": text})
+    manifest.close()
+    RunLog(run.log).write("said", text=text)
+    assert read_manifest(run.manifest)[-1]["message"] == text
+    for path in (run.manifest, run.log):
+        assert path.read_bytes().isascii()
+        assert b"\x1b" not in path.read_bytes()
+
+
+def test_secrets_in_sentences_are_not_written_down(run: RunDir) -> None:
+    keep_secret({"SOME_API_KEY": "a-long-secret", "HOME": "not-secret-at-all", "OTHER_TOKEN": "short"})
+    manifest = Manifest(run.manifest)
+    manifest.append(
+        {"record": "end", "message": "401 for a-long-secret, short, not-secret-at-all", "name": "a-long-secret"}
+    )
+    manifest.close()
+    RunLog(run.log).write("said", text="a-long-secret")
+    assert read_manifest(run.manifest)[-1]["message"] == f"401 for {HIDDEN}, short, not-secret-at-all"
+    assert read_manifest(run.manifest)[-1]["name"] == "a-long-secret"
+    assert "a-long-secret" not in run.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *(
+            (name, True)
+            for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "DB_PASSWORD", "GITHUB_PAT")
+        ),
+        *((name, True) for name in ("OPENAI_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "api-key", "SENTRY_DSN", "MY_PWD")),
+        *((name, False) for name in ("max_tokens", "tokenizer", "TOKENIZERS_PARALLELISM", "PWD2", "OLDPWD", "PATH")),
+        *((name, False) for name in ("max_num_batched_tokens", "KEYBOARD", "monkey", "VLLM_LOGGING_LEVEL", "")),
+    ],
+)
+def test_names_that_say_that_their_value_is_secret(name: str, secret: bool) -> None:
+    assert is_secret(name) == secret

@@ -1,17 +1,27 @@
 """Commands, options and exit codes."""
 
 import contextlib
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from bulkgen import __version__
-from bulkgen.errors import EXIT_BUG, EXIT_ROWS_FAILED, BulkgenError, DataError, Stopped
+from bulkgen.errors import EXIT_BUG, EXIT_ROWS_FAILED, BulkgenError, DataError, SpecError, Stopped
+from bulkgen.secrecy import hushed
+
+if TYPE_CHECKING:
+    from bulkgen.job import Outcome
+
+_LONGEST_SENTENCE, _LONGEST_LINE = 4000, 1 << 20
+# As shells have it for a command that Ctrl-C ended. A run has its own code, since it can go on.
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="bulkgen",
@@ -75,31 +85,107 @@ def run(
             help="Stop when more rows fail than this. Without it: when the first hundred rows all fail.",
         ),
     ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Stop at this local time, as on SIGTERM: 06:30, or 2031-04-30T06:30."),
+    ] = None,
+    lasting: Annotated[
+        str | None,
+        typer.Option("--for", metavar="DURATION", help="Stop after this long, as on SIGTERM: 90m, 1h30m, 2d."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables; errors only.")] = False,
 ) -> None:
     """Run a job, or go on with it; a finished job returns at once, new rows alone are generated."""
-    from bulkgen.job import Options, run_job
-    from bulkgen.limits import FailureLimit
-    from bulkgen.report import Progress, render_report
-    from bulkgen.rundir import RunDir
-    from bulkgen.spec import load_spec
+    # Little is loaded before signals and the clock are heeded; the rest takes a second or two.
+    from bulkgen.report import Progress
+    from bulkgen.stopping import Deadline, StopFlag
 
-    options = Options(changed=changed, retry=tuple(retry or ()), failure_limit=FailureLimit.parse(max_failures))
-    spec = load_spec(job, overrides or [])
-    with Progress(quiet=quiet) as progress:
+    deadline = Deadline.parse(until, lasting)
+    with Progress(quiet=quiet) as progress, StopFlag(progress.say, deadline, progress.now) as stop:
+        kept = _nothing_yet
         try:
-            outcome = run_job(spec, progress, options)
+            with stop.at_once():
+                from bulkgen.job import Options, run_job
+                from bulkgen.limits import FailureLimit
+                from bulkgen.spec import load_spec
+
+                limit = FailureLimit.parse(max_failures)
+                options = Options(changed=changed, retry=tuple(retry or ()), failure_limit=limit)
+                spec = load_spec(job, overrides or [])
+            kept = partial(_how_far, spec.output_path)
+            outcome = run_job(spec, progress, options, stop)
         except Stopped as e:
-            raise Stopped(f"{e}; finished rows are committed, run the same command again to go on") from e
+            raise Stopped(f"{e}; {kept()}; run the same command again to go on") from e
     if not quiet:
         with _for_whoever_listens():
-            if outcome.note:
-                print(outcome.note)
-            render_report(outcome.report, _console())
-            print(f"output: {spec.output_path}")
-            if outcome.exit_code == EXIT_ROWS_FAILED:
-                print(f"failed rows, with reasons: {RunDir.of_output(spec.output_path).failures}")
+            _show_outcome(outcome, spec.output_path)
     raise typer.Exit(outcome.exit_code)
+
+
+def _nothing_yet() -> str:
+    return "nothing was begun"
+
+
+def _how_far(output: Path) -> str:
+    """In words, what of a run is kept."""
+    from bulkgen.report import load_status
+    from bulkgen.rundir import RunDir
+
+    try:
+        state = load_status(RunDir.of_output(output).path, alive=False)
+    except (BulkgenError, OSError, KeyError):
+        return "what is committed is kept"
+    if not state.rows:
+        return "no row is done yet"
+    failed = state.failed + state.refused
+    return f"{state.done:,} of {state.rows:,} rows are done and committed" + (f", {failed:,} failed" if failed else "")
+
+
+def _show_outcome(outcome: "Outcome", output: Path) -> None:
+    from bulkgen.failing import failure_lines, load_failures
+    from bulkgen.report import render_report
+    from bulkgen.rundir import RunDir
+
+    if outcome.note:
+        _print(outcome.note)
+    render_report(outcome.report, _console())
+    if outcome.exit_code == EXIT_ROWS_FAILED:
+        for line in failure_lines(load_failures(RunDir.of_output(output)), number=0):
+            _print(line)
+    _print(f"output: {output}")
+
+
+@app.command()
+def failures(
+    output: Output,
+    codes: Annotated[
+        list[str] | None, typer.Option("--code", metavar="CODE", help="Only rows that failed with this code.")
+    ] = None,
+    number: Annotated[int, typer.Option("-n", min=0, help="How many rows to show.")] = 10,
+    as_json: Json = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the failed rows as they came in to FILE.jsonl (or FILE.parquet where the input is Parquet), to "
+            "be mended and run again.",
+        ),
+    ] = None,
+) -> None:
+    """Show which rows failed and why, while a run works or afterwards, and get them out."""
+    from bulkgen.failing import export_failures, failure_json, failure_lines, load_failures
+    from bulkgen.rundir import RunDir
+
+    found = load_failures(RunDir.locate(output), codes or ())
+    if export is not None:
+        for line in export_failures(found, export):
+            _say(line)
+        return
+    if as_json:
+        _print_json(failure_json(found, number))
+    else:
+        for line in failure_lines(found, number):
+            _print(line)
 
 
 @app.command()
@@ -114,7 +200,7 @@ def render(
     from bulkgen.spec import load_spec
 
     for line in render_rows(load_spec(job, overrides or []), number, row, _say):
-        print(line)
+        _print(line)
 
 
 @app.command()
@@ -134,7 +220,7 @@ def status(output: Output, as_json: Json = False) -> None:
 @app.command()
 def report(output: Output, as_json: Json = False) -> None:
     """Show a run's throughput, latency and cost over all its starts."""
-    from bulkgen.job import summarize_run
+    from bulkgen.accounts import summarize_run
     from bulkgen.report import render_report, report_json
     from bulkgen.rundir import RunDir, read_manifest
 
@@ -159,12 +245,22 @@ def demo_model() -> None:
     """Prepare the small demo model (once) and print its folder."""
     from bulkgen.engine.demo_model import prepare_demo_model
 
-    print(prepare_demo_model(_say))
+    _print(prepare_demo_model(_say))
 
 
 def _say(text: str) -> None:
+    """A line for people, with nothing in it that a terminal obeys and no secret."""
+    from bulkgen.report import visible
+
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full or no standard error at all
-        print(text, file=sys.stderr, flush=True)
+        print(visible(hushed(text), sys.stderr.encoding or "ascii", _LONGEST_SENTENCE), file=sys.stderr, flush=True)
+
+
+def _print(value: object) -> None:
+    """A line on standard output, with nothing in it that a terminal obeys."""
+    from bulkgen.report import visible
+
+    print(visible(str(value), sys.stdout.encoding or "ascii", _LONGEST_LINE))
 
 
 @contextlib.contextmanager
@@ -195,7 +291,8 @@ def _hush() -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    # Escaped as far as JSON can, so that it may be looked at, in whatever encoding.
+    print(json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f"))
 
 
 def _console() -> Any:
@@ -215,10 +312,9 @@ def _guarded(call: Callable[[], Any]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BulkgenError as e:
-        from bulkgen.report import visible
-
-        for line in str(e).splitlines():
-            _say(f"bulkgen: {visible(line, limit=4000)}")
+        # A wrong spec is told in several sentences; in others a line's end belongs to a name, and is shown as that.
+        for line in str(e).split("\n") if isinstance(e, SpecError) else [str(e)]:
+            _say(f"bulkgen: {line}")
         return e.exit_code
     except BrokenPipeError:
         # The reader of a table has seen enough. A run never comes here: it prints for whoever listens.
@@ -230,15 +326,23 @@ def _guarded(call: Callable[[], Any]) -> int:
         _say(f"bulkgen: {e.filename or 'standard output'}: {e.strerror or e}; free the place or give another")
         return DataError.exit_code
     except Exception as e:
+        if isinstance(e.__cause__, KeyboardInterrupt):
+            return _INTERRUPTED
         if hasattr(e, "show") and hasattr(e, "exit_code"):  # a usage error, whichever click typer brings along
-            with contextlib.suppress(OSError, ValueError):
-                e.show()
+            shown = io.StringIO()
+            e.show(shown)
+            _say_lines(shown.getvalue())
             return int(e.exit_code)
         import traceback
 
-        _say(traceback.format_exc())
+        _say_lines(traceback.format_exc())
         _say("bulkgen: this is a bug in bulkgen; what was committed is safe, and running again goes on from there")
         return EXIT_BUG
+
+
+def _say_lines(text: str) -> None:
+    for line in text.rstrip("\n").split("\n"):
+        _say(line)
 
 
 def main() -> None:

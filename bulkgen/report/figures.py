@@ -47,9 +47,10 @@ def short(number: float | None) -> str:
 
 
 def seconds(number: float | None) -> str:
-    """A duration: 850us, 12ms, 3.2s, 4m 07s, 2h 05m, 3d 04h."""
+    """A duration: 850us, 12ms, 3.2s, 4m 07s, 2h 05m, 3d 04h. None is negative, whatever a clock did."""
     if number is None:
         return _DASH
+    number = max(0.0, number)
     if number < 0.9995:
         return "0s" if number == 0 else f"{number * 1e6:.0f}us" if number < 0.0005 else f"{number * 1e3:.0f}ms"
     if number < 59.95:

@@ -3,7 +3,7 @@
 Columns, types and their explanations (each field's metadata, `doc`) come from model.py and timeline.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,12 @@ _TYPES: dict[Any, pa.DataType] = {
     bool: pa.bool_(),
     list[int]: pa.list_(pa.int64()),
 }
-_RESTART_FIELDS = (
+_CODES = pa.list_(pa.struct([("code", pa.string()), ("rows", pa.int64())]))
+_MORE_FIELDS = (
+    pa.field("error_codes", _CODES, metadata={"doc": "rows that failed in the engine, by code"}),
+    pa.field("refused_codes", _CODES, metadata={"doc": "whole: rows that planning refused, by code"}),
+    pa.field("warnings", _CODES, metadata={"doc": "rows with a warning, by its code; a row can have several"}),
+    pa.field("left_out", pa.list_(pa.string()), metadata={"doc": "names of the first files that were left out"}),
     pa.field("restarts", pa.int64(), metadata={"doc": "replicas that died and were started again"}),
     pa.field("restart_reasons", pa.list_(pa.string()), metadata={"doc": "why, one reason a restart"}),
 )
@@ -34,15 +39,25 @@ def write_reports(report: Report, run: RunDir) -> None:
     """Write the three files. Raises OutputError when one cannot be written."""
     sections = [*report.starts, report.whole]
     records = [
-        {**dict(values_of(s)), "restarts": len(s.restarts), "restart_reasons": [r.reason for r in s.restarts]}
+        {
+            **dict(values_of(s)),
+            "restarts": len(s.restarts),
+            "restart_reasons": [r.reason for r in s.restarts],
+            "left_out": list(s.left_out.names),
+            **{name: _codes(getattr(s, name)) for name in ("error_codes", "refused_codes", "warnings")},
+        }
         for s in sections
     ]
-    _write(run.report, pa.Table.from_pylist(records, schema=_schema(StartReport, _RESTART_FIELDS)))
+    _write(run.report, pa.Table.from_pylist(records, schema=_schema(StartReport, _MORE_FIELDS)))
     shards = [dict(values_of(s)) for s in report.shards]
     _write(run.shards, pa.Table.from_pylist(shards, schema=_schema(ShardReport)))
     table = report.timeline.to_arrow()
     fields = [field.with_metadata({"doc": COLUMN_DOCS[field.name]}) for field in table.schema]
     _write(run.timeline, table.cast(pa.schema(fields)))
+
+
+def _codes(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    return [{"code": code, "rows": rows} for code, rows in counts.items()]
 
 
 def _schema(cls: type, more: "Sequence[pa.Field[Any]]" = ()) -> pa.Schema:

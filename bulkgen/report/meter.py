@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 _SPAN_AT_LEAST_S = 0.5  # a rate over less than this is noise
+_BACK_S = 1.0  # samples of two engines can come in the wrong order by less than this; more is a clock set back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +72,15 @@ class Meter:
         self._samples: deque[tuple[float, int, int]] = deque()
 
     def observe(self, at: float, source: Hashable, tally: Tally) -> None:
-        """Take an engine's counters at time `at`, by any clock that does not go back.
+        """Take an engine's counters at time `at`. After a clock was set back, rates begin anew.
 
         An engine that is opened again is a new source; the rows of the one before stay counted.
         """
         self._tallies[source] = tally
+        if self._samples and at < self._samples[-1][0] - _BACK_S:
+            self._samples.clear()
+        elif self._samples:
+            at = max(at, self._samples[-1][0])
         self._samples.append((at, self._sum("engine_prompt_tokens"), self._sum("engine_output_tokens")))
         # The newest sample that is older than the window stays: it is the other end of the difference.
         while len(self._samples) > 2 and self._samples[1][0] <= at - self._window_s:

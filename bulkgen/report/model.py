@@ -35,6 +35,9 @@ class RowCounts:
     finish_stop: int = column("done rows that ended by themselves (finish_reason stop)")
     finish_length: int = column("done rows cut at max_tokens or the context's end (finish_reason length)")
     finish_other: int = column("done rows with any other finish_reason")
+    empty: int = column("done rows without any text (warning empty_output)")
+    empty_at_length: int = column("those of them with finish_reason length: max_tokens was spent on what is no text")
+    retried: int = column("rows that an engine was given more than once (attempts > 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +175,16 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Data files that were not read since their names begin with _ or a dot; whole: those of the last start."""
+
+    left_out_files: int = column(
+        "data files left out since their names begin with _ or a dot; whole: by the last start"
+    )
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartReport:
     """One start of the run, or (`scope` whole, `start` None) all of them."""
 
@@ -193,6 +206,9 @@ class StartReport:
     restarts: tuple[Restart, ...]
     finish_reasons: Mapping[str, int]
     error_codes: Mapping[str, int]
+    refused_codes: Mapping[str, int]
+    warnings: Mapping[str, int]
+    left_out: LeftOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,5 +270,8 @@ def _section_json(section: StartReport) -> dict[str, Any]:
         **dict(values_of(section)),
         "finish_reasons": dict(section.finish_reasons),
         "error_codes": dict(section.error_codes),
+        "refused_codes": dict(section.refused_codes),
+        "warnings": dict(section.warnings),
+        "left_out": list(section.left_out.names),
         "restarts": [dataclasses.asdict(r) for r in section.restarts],
     }

@@ -26,7 +26,14 @@ from bulkgen.report.model import Latency, Percentiles, ShardReport
 InPlan = Callable[[Path, npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_KINDS = ("shard", "status", "finish_reason", "error_code")
+_KINDS = ("shard", "status", "finish_reason", "error_code", "warnings", "again")
+# A row's kinds as polars reads them off a part: its warnings as one text, and whether it took several attempts.
+_KIND_COLUMNS = [
+    *(pl.col(name) for name in ("shard", "status", "finish_reason", "error_code")),
+    pl.col("warnings").list.join(" ").alias("warnings"),
+    (pl.col("attempts") > 1).fill_null(False).alias("again"),
+]
+EMPTY_OUTPUT = "empty_output"  # the warning that results/ gives a done row without any text
 _LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
 _SUMS = [
     pl.len().cast(pl.Int64).alias("rows"),
@@ -46,13 +53,13 @@ class Part:
 
 
 def sum_parts(parts: Sequence[Part]) -> pl.DataFrame:
-    """Rows, tokens and service seconds by start, plan, replica, shard, status, reason and code."""
+    """Rows, tokens and service seconds by start, plan, replica, shard and the kinds of row."""
     frames = []
     for (start, plan, replica), group in groupby(sorted(parts, key=_maker), key=_maker):
         made_by = [
             pl.lit(n, pl.Int64).alias(name) for n, name in ((start, "start"), (plan, "plan"), (replica, "replica"))
         ]
-        scan = pl.scan_parquet([p.path for p in group])
+        scan = pl.scan_parquet([p.path for p in group]).select(*_KIND_COLUMNS, *_TOKENS, "e2e_s")
         frames.append(scan.group_by(_KINDS).agg(_SUMS).with_columns(made_by))
     with _readable(parts):
         return pl.concat(pl.collect_all(frames, engine="streaming")) if frames else no_sums()
@@ -65,8 +72,9 @@ def sum_stale(parts: Sequence[Part], in_plan: InPlan) -> pl.DataFrame:
         with _readable([part]):
             stale = ~in_plan(part.path, _keys(part.path))
             if stale.any():
-                columns = [*_KINDS, *_TOKENS, "e2e_s"]
-                rows = pl.read_parquet(part.path, columns=columns).filter(pl.Series(stale))
+                columns = ["shard", "status", "finish_reason", "error_code", "warnings", "attempts", *_TOKENS, "e2e_s"]
+                table = pl.read_parquet(part.path, columns=columns).filter(pl.Series(stale))
+                rows = table.select(*_KIND_COLUMNS, *_TOKENS, "e2e_s")
                 made_by = {"start": part.start, "plan": part.plan, "replica": part.replica}
                 lits = [pl.lit(n, pl.Int64).alias(name) for name, n in made_by.items()]
                 frames.append(rows.group_by(_KINDS).agg(_SUMS).with_columns(lits))
@@ -124,6 +132,27 @@ def counts(sums: pl.DataFrame, name: str) -> Mapping[str, int]:
     return dict(table.select(name, "rows").iter_rows())
 
 
+def warnings(sums: pl.DataFrame) -> Mapping[str, int]:
+    """Rows by code of warning, most frequent first. A row can have several."""
+    codes = sums.drop_nulls("warnings").with_columns(pl.col("warnings").str.split(" ")).explode("warnings")
+    return counts(codes, "warnings")
+
+
+def empty(sums: pl.DataFrame) -> pl.DataFrame:
+    """The sums of done rows without any text."""
+    return done(sums).filter(pl.col("warnings").str.split(" ").list.contains(EMPTY_OUTPUT).fill_null(False))
+
+
+def refusals(path: Path, rows: int) -> Mapping[str, int]:
+    """Rows that planning refused by code, most frequent first; none where the file is not of the plan of `rows`."""
+    try:
+        codes = pl.scan_parquet(path).select(pl.col("code").alias("error_code"), pl.lit(1, pl.Int64).alias("rows"))
+        table = codes.group_by("error_code").agg(pl.col("rows").sum()).collect(engine="streaming")
+    except (OSError, pl.exceptions.PolarsError):
+        return {}
+    return counts(table, "error_code") if total(table, "rows") == rows else {}
+
+
 def shard_reports(sums: pl.DataFrame) -> tuple[ShardReport, ...]:
     """One report a shard of each plan, in that order."""
     is_done = pl.col("status") == DONE
@@ -154,11 +183,12 @@ def _keys(path: Path) -> npt.NDArray[np.bytes_]:
 
 def no_sums() -> pl.DataFrame:
     """The sums of no parts."""
-    strings = ("status", "finish_reason", "error_code")
+    strings = ("status", "finish_reason", "error_code", "warnings")
     return pl.DataFrame(
         schema={
             "shard": pl.Int32,
             **dict.fromkeys(strings, pl.String),
+            "again": pl.Boolean,
             **dict.fromkeys(("rows", *_TOKENS), pl.Int64),
             "service_s": pl.Float64,
             **dict.fromkeys(("start", "plan", "replica"), pl.Int64),

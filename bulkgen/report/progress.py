@@ -34,13 +34,18 @@ class Progress:
         every_s: float = 30.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
+        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` is for people, `ticks` seconds by a clock that never goes back."""
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
         self._every_s = every_s
         self._clock = clock
+        self._ticks = ticks
         self._stage = ""
+        self._state = ProgressState()
         self._line_due = 0.0
+        self._lined_at, self._lined_rows = 0.0, 0
         self._terminal = not quiet and self._stream.isatty()
         self._bar: tqdm[Any] | None = None
 
@@ -50,7 +55,8 @@ class Progress:
             return
         self._stage = name
         # A stage's first figures would all be zero; the line that names it stands for them.
-        self._line_due = self._clock() + self._every_s
+        self._lined_at, self._lined_rows, self._state = self._ticks(), -1, ProgressState()
+        self._line_due = self._lined_at + self._every_s
         if self._terminal:
             with _unharmed():
                 self._open_bar().set_description_str(f"{name:<10}", refresh=True)
@@ -61,12 +67,29 @@ class Progress:
         """Show where the run stands. Meant to be called a few times a second."""
         if self._quiet:
             return
+        self._state = state
+        if self._lined_rows < 0:
+            self._lined_rows = _finished(state)
         if self._terminal:
             with _unharmed():
                 self._show_bar(state)
-        elif self._clock() >= self._line_due:
-            self._line_due = self._clock() + self._every_s
-            self._line(f"{self._stage}: {line_of(state)}")
+        elif self._ticks() >= self._line_due:
+            self._show_line()
+
+    def now(self) -> None:
+        """Where the run stands, as a line at once: somebody has asked for it."""
+        if self._terminal:
+            self.say(f"{self._stage}: {line_of(self._state)}")
+        else:
+            self._show_line()
+
+    def _show_line(self) -> None:
+        now, rows = self._ticks(), _finished(self._state)
+        since_s, more = now - self._lined_at, rows - self._lined_rows
+        # Rows that a dead engine had finished and not committed are taken back.
+        speed = f", {figures.rate(more / since_s)} rows/s" if self._lined_rows >= 0 <= more and since_s > 0 else ""
+        self._lined_at, self._lined_rows, self._line_due = now, rows, now + self._every_s
+        self._line(f"{self._stage}: {line_of(self._state)}{speed}")
 
     def say(self, text: str) -> None:
         """One line for the user that stays, above the bar where there is one."""
@@ -105,7 +128,10 @@ class Progress:
 
     def _show_bar(self, state: ProgressState) -> None:
         bar = self._open_bar()
-        bar.n = _TICKS * state.tokens_done // state.tokens_planned if state.tokens_planned else 0
+        behind, all_of_it = (
+            (state.tokens_done, state.tokens_planned) if state.tokens_planned else (state.done, state.rows)
+        )
+        bar.n = _TICKS * behind // all_of_it if all_of_it else 0
         bar.set_postfix_str(bar_text(state), refresh=False)
         bar.refresh()
 
@@ -123,15 +149,24 @@ class Progress:
 
 @contextlib.contextmanager
 def _unharmed() -> Iterator[None]:
-    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+    # ValueError: the stream is closed. RuntimeError: a signal came while something was being shown.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         yield
+
+
+def _finished(state: ProgressState) -> int:
+    """Rows that are behind the stage: those read, those done or failed, those merged."""
+    return state.done + state.failed + state.refused if state.tokens_planned else state.done or state.rows
 
 
 def line_of(state: ProgressState) -> str:
     """A state as one line for a log: each figure with its name."""
+    if not state.tokens_planned and state.done:
+        return f"{state.done:,} of {figures.rows(state.rows)}"
     if not state.tokens_planned:
-        return figures.rows(state.rows)
-    finished = state.done + state.failed + state.refused
+        refused = f" ({state.refused:,} failed)" if state.refused else ""
+        return f"{figures.rows(state.rows)}{refused}"
+    finished = _finished(state)
     share = state.tokens_done / state.tokens_planned
     return (
         f"{finished:,} of {figures.rows(state.rows)} ({state.failed + state.refused:,} failed), "
@@ -145,6 +180,8 @@ def line_of(state: ProgressState) -> str:
 
 def bar_text(state: ProgressState) -> str:
     """A state beside the bar: rows, output and total tokens/s, running+waiting, KV usage, ETA."""
+    if not state.tokens_planned and state.done:
+        return f"{figures.short(state.done)}/{figures.short(state.rows)}"
     if not state.tokens_planned:
         return f"{state.rows:,} rows" if state.rows else ""
     bad = state.failed + state.refused

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bulkgen.report import figures
-from bulkgen.report.model import Percentiles, Report, StartReport
+from bulkgen.report.model import LeftOut, Percentiles, Report, StartReport
 
 _STARTS_SHOWN = 20
 _RESTARTS_SHOWN = 10
 _CODES_SHOWN = 10
+_NAMES_SHOWN = 3
 
 
 def render_report(report: Report, console: Console) -> None:
@@ -181,8 +182,20 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
             "done, but cut at max_tokens (length)",
         ),
     ]
-    codes = list(whole.error_codes.items())
-    lines += [("", figures.count(n), f"failed in the engine: {code}") for code, n in codes[:_CODES_SHOWN]]
+    for why, codes in (
+        ("failed in the engine", whole.error_codes),
+        ("refused by planning", whole.refused_codes),
+        ("warning", whole.warnings),
+    ):
+        lines += [("", figures.count(n), f"{why}: {code}") for code, n in list(codes.items())[:_CODES_SHOWN]]
+    if rows.empty:
+        lines.append(
+            ("rows empty", figures.count(rows.empty), f"done without text, {rows.empty_at_length:,} of them cut")
+        )
+    if rows.retried:
+        lines.append(("rows retried", figures.count(rows.retried), "an engine was given them more than once"))
+    if whole.left_out.left_out_files:
+        lines.append(_left_out_line(whole.left_out))
     lines += [
         ("wall time", figures.seconds(seconds.wall_s), "all starts, time between them left out"),
         ("  planning", figures.seconds(seconds.plan_s), "reading, rendering, counting, sharding"),
@@ -218,6 +231,13 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
         )
         lines.append(lost)
     return lines
+
+
+def _left_out_line(left_out: LeftOut) -> tuple[str, str, str]:
+    names = left_out.names[:_NAMES_SHOWN]
+    more = ", ..." if left_out.left_out_files > len(names) else ""
+    files = figures.count(left_out.left_out_files)
+    return "files left out", files, f"names begin with _ or a dot: {', '.join(names)}{more}"
 
 
 def _cost_lines(report: Report) -> list[tuple[str, str, str]]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # A run writes its progress about once a second; after this long without news something stands still.
 _SILENT_S = 30.0
 _MOVING_STAGES = ("starting", "generating")
+# In the others rows are not done and failed, but read or merged.
+_LIVE_STAGES = ("planning", *_MOVING_STAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,10 @@ def load_status(folder: Path, alive: bool, *, now: float | None = None) -> Statu
         state = "running" if alive else last.outcome(alive=False)
     fresh = alive and last is not None and not last.ends and written.get("start") == last.number
     progress = _progress_state(written) if fresh else None
-    age_s = (time.time() if now is None else now) - written["time"] if fresh else None
-    counts = _live_counts(progress) if progress is not None and progress.rows else _committed_counts(history)
+    # Never negative, although a clock can have been set back in between.
+    age_s = max(0.0, (time.time() if now is None else now) - written["time"]) if fresh else None
+    live = progress is not None and progress.rows and written.get("stage") in _LIVE_STAGES
+    counts = _live_counts(progress) if live and progress is not None else _committed_counts(history)
     return Status(
         run=str(run.path),
         state=state,
@@ -167,7 +171,7 @@ def _next(state: str, counts: Mapping[str, int], age_s: float | None) -> str:
     if state == "finished":
         bad = counts["failed"] + counts["refused"]
         return (
-            f"failures.parquet in the run folder says why {figures.rows(bad)} failed"
+            f"`bulkgen failures` says why {figures.rows(bad)} failed"
             if bad
             else f"nothing to do; {again} generates new rows alone"
         )

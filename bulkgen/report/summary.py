@@ -18,6 +18,7 @@ from bulkgen.report.model import (
     EngineWork,
     KvUsage,
     Latency,
+    LeftOut,
     Report,
     RowCounts,
     Seconds,
@@ -60,7 +61,8 @@ def summarize(run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None 
                 last_seen,
             )
         )
-    whole = _whole_report(history, starts, sums, stale, stale_known, latency, samples.kv_usage(timeline))
+    refused = part_files.refusals(run.refused, history.plan.refused) if history.plan else {}
+    whole = _whole_report(history, starts, sums, stale, stale_known, latency, samples.kv_usage(timeline), refused)
     return Report(starts=tuple(starts), whole=whole, shards=part_files.shard_reports(sums), timeline=timeline)
 
 
@@ -110,6 +112,9 @@ def _start_report(
         restarts=start.restart_list(),
         finish_reasons=part_files.counts(part_files.done(sums), "finish_reason"),
         error_codes=part_files.counts(sums, "error_code"),
+        refused_codes={},
+        warnings=part_files.warnings(sums),
+        left_out=_left_out(start),
     )
 
 
@@ -121,6 +126,7 @@ def _whole_report(
     stale_known: bool,
     latency: Latency,
     kv: KvUsage,
+    refused: Mapping[str, int],
 ) -> StartReport:
     committed = _tokens(sums)
     seconds = _add_seconds([s.seconds for s in starts])
@@ -144,7 +150,15 @@ def _whole_report(
         restarts=tuple(r for s in starts for r in s.restarts),
         finish_reasons=part_files.counts(part_files.done(current), "finish_reason"),
         error_codes=part_files.counts(current, "error_code"),
+        refused_codes=refused,
+        warnings=part_files.warnings(current),
+        left_out=starts[-1].left_out if starts else LeftOut(left_out_files=0, names=()),
     )
+
+
+def _left_out(start: Start) -> LeftOut:
+    told = start.began.get("left_out") or {}
+    return LeftOut(left_out_files=told.get("files", 0), names=tuple(told.get("names", ())))
 
 
 def _less(sums: pl.DataFrame, stale: pl.DataFrame) -> pl.DataFrame:
@@ -159,6 +173,7 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
     by_reason = part_files.counts(done, "finish_reason")
     rows, rows_done = part_files.total(sums, "rows"), part_files.total(done, "rows")
     stop, length = by_reason.get("stop", 0), by_reason.get("length", 0)
+    empty = part_files.empty(sums)
     return RowCounts(
         rows=rows,
         done=rows_done,
@@ -168,6 +183,9 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
         finish_stop=stop,
         finish_length=length,
         finish_other=rows_done - stop - length,
+        empty=part_files.total(empty, "rows"),
+        empty_at_length=part_files.total(empty.filter(pl.col("finish_reason") == "length"), "rows"),
+        retried=part_files.total(sums.filter("again"), "rows"),
     )
 
 

@@ -26,9 +26,11 @@ _INTEGERS = (
 )
 _ENGINE = ("start", "replica", "incarnation")
 
+_SINCE = "since this engine's sample before; null in its first, and where the clock was set back"
+
 COLUMN_DOCS = {
     "time": "unix time of the sample",
-    "t_s": "seconds since the beginning of its start",
+    "t_s": "seconds since the beginning of its start; null where the clock was set back before it",
     "start": "number of the start",
     "replica": "number of the replica",
     "incarnation": "engines that this replica had before in this start",
@@ -41,13 +43,13 @@ COLUMN_DOCS = {
     "output_tokens": "output tokens since the engine was opened",
     "done": "rows done since the engine was opened",
     "failed": "rows failed since the engine was opened",
-    "prompt_tokens_per_s": "prompt tokens per second since this engine's sample before; null in its first",
-    "output_tokens_per_s": "output tokens per second since this engine's sample before; null in its first",
+    "prompt_tokens_per_s": f"prompt tokens per second {_SINCE}",
+    "output_tokens_per_s": f"output tokens per second {_SINCE}",
 }
 
 
 def load_timeline(log: Path, began_at: Mapping[int, float]) -> pl.DataFrame:
-    """The samples of timeline.jsonl, by start, replica and time, with the columns of COLUMN_DOCS.
+    """The samples of timeline.jsonl, by start and replica, in their order, with the columns of COLUMN_DOCS.
 
     Lines that are no whole sample are left out: a kill can tear the last line of its start. `began_at` gives
     the beginning of each start.
@@ -62,14 +64,15 @@ def load_timeline(log: Path, began_at: Mapping[int, float]) -> pl.DataFrame:
     except OSError as e:
         raise OutputError(f"{log}: cannot read the timeline ({e.strerror or e})") from e
     schema = {"time": pl.Float64, "kv_usage": pl.Float64, **dict.fromkeys(_INTEGERS, pl.Int64)}
-    frame = pl.DataFrame(columns, schema=schema).sort(*_ENGINE, "time")
+    frame = pl.DataFrame(columns, schema=schema).sort(*_ENGINE, maintain_order=True)
     span = pl.col("time").diff().over(_ENGINE)
     rates = [
         pl.when(span > 0).then(pl.col(name).diff().over(_ENGINE) / span).alias(f"{name}_per_s")
         for name in ("prompt_tokens", "output_tokens")
     ]
     began = pl.col("start").replace_strict(dict(began_at), default=None, return_dtype=pl.Float64)
-    return frame.with_columns((pl.col("time") - began).alias("t_s"), *rates).select(*COLUMN_DOCS)
+    since = pl.when(pl.col("time") >= began).then(pl.col("time") - began).alias("t_s")
+    return frame.with_columns(since, *rates).select(*COLUMN_DOCS)
 
 
 def _take(line: bytes, columns: dict[str, list[Any]]) -> None:
