@@ -11,11 +11,12 @@ help:           ## this list
 setup:          ## .venv with vLLM for this machine, and the demo model
 	@$(PYTHON) tools/setup.py
 
-check: setup    ## format, lint, types, import contract
+check: setup    ## format, lint, types, import contract, known vulnerabilities
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python tools/audit.py
 
 format: setup   ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

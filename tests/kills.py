@@ -45,7 +45,7 @@ def main() -> None:
         keys: set[bytes] = set()
         for number in range(arguments.kills):
             after_commit = luck.random() < 0.5
-            moment_s = luck.uniform(0.0, 4.0) if after_commit else luck.uniform(0.5, 25.0)
+            moment_s = luck.uniform(0.0, 12.0) if after_commit else luck.uniform(0.5, 25.0)
             killed = kill_once(job, moment_s, after_commit)
             now = job.committed_keys() if committed(job) else []
             assert len(now) == len(set(now)), "a row was committed twice"
