@@ -13,6 +13,7 @@ Messages out: `ready`, `want` (more shards), `stats`, `part`, `closed`, `failed`
 
 import json
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -94,12 +95,16 @@ class _Uncommitted:
 
 @dataclass(slots=True)
 class _Offered:
-    """A row that is in the engine: of which shard, since when (monotonic seconds), for which time."""
+    """A row that is in the engine: of which shard, since when (monotonic seconds), for which time, in how many answers.
+
+    The engine holds a sequence for each of these.
+    """
 
     shard: int
     row: PlannedRow
     since: float = 0.0
     attempt: int = 0
+    answers: int = 0
 
 
 class Replica:
@@ -116,6 +121,7 @@ class Replica:
         self._rows = self._planned_rows()
         self._again: deque[_Offered] = deque()  # failed for a reason that may pass
         self._in_engine: dict[int, _Offered] = {}  # in the order of their offering
+        self._sequences = 0  # of all of them
         self._overrides: dict[str, dict[str, Any]] = {}
         self._uncommitted = _Uncommitted()
         self._writer = ThreadPoolExecutor(1, "parts")
@@ -179,10 +185,10 @@ class Replica:
             self._shards.pop(0)
 
     def _top_up(self) -> None:
-        room = self._feed.room(len(self._in_engine))
+        most = self._sequences + self._feed.room(self._sequences)
         requests: list[Request] = []
         now = time.monotonic()
-        while len(requests) < room:
+        while self._sequences < most:
             offered = self._again.popleft() if self._again else next(self._rows)
             if offered is None:
                 break
@@ -190,7 +196,10 @@ class Replica:
             offered.since, offered.attempt = now, self._plan.offers.begin(row.ordinal)
             self._in_engine[row.ordinal] = offered
             if self._fits(row):
-                requests.append(Request(row.ordinal, row.tokens.tolist(), self._sampling(row)))
+                sampling = self._sampling(row)
+                offered.answers = sampling.get("n") or 1
+                self._sequences += offered.answers
+                requests.append(Request(row.ordinal, row.tokens.tolist(), sampling))
             else:
                 self._finish(Failure(row.ordinal, "larger_than_kv_cache", self._why_too_large(row)))
         if requests:
@@ -263,6 +272,8 @@ class Replica:
     def _finish(self, result: Completion | Failure) -> None:
         """A row has come out of the engine: it is done, failed, or to be tried again."""
         offered = self._in_engine.pop(result.index)
+        self._sequences -= offered.answers
+        offered.answers = 0
         row = offered.row
         if isinstance(result, Completion):
             result = judged(result, self._sampling(row))
@@ -349,6 +360,9 @@ def row_seed(seed: int, key: bytes) -> int:
 
 def main(fd: int) -> int:
     """Run one replica over the channel at `fd`; the exit code is for the log only, messages tell the driver."""
+    # Some schedulers signal every process of a job. When to end is for the driver to say, whose end is noticed too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
     channel = Channel(fd)
     opening = channel.receive(timeout_s=60.0)
     if opening is None:

@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bulkgen.errors import BulkgenError, OutputError, Stopped
-from bulkgen.records import RESULT_COLUMNS, Completion, Failure, RefusedRow
+from bulkgen.records import EXTRA_COLUMNS, RESULT_COLUMNS, Completion, Failure, Logprobs, RefusedRow, Sample
 from bulkgen.results import (
     About,
     CommittedPart,
@@ -106,6 +108,7 @@ class Run:
         file_rows: int = 1000,
         keys: Keys | None = None,
         progress: Callable[[int], None] | None = None,
+        extra_columns: Sequence[str] = (),
     ) -> MergeResult:
         return merge(
             parts=[CommittedPart(part) for part in self.parts],
@@ -119,6 +122,7 @@ class Run:
             failures=self.failures,
             scratch=self.scratch,
             progress=progress or self.told.append,
+            extra_columns=extra_columns,
         )
 
     def names(self) -> list[str]:
@@ -165,9 +169,12 @@ def test_rows_come_out_in_input_order_with_their_own_results(run: Run) -> None:
         "e2e_s": 0.5,
         "error_code": None,
         "error": None,
+        "warnings": None,
+        "attempts": 1,
+        "settings_key": "",
         "row_key": key(1).hex(),
     }
-    assert {name for name in none if none[name] is None} == {"answer", *RESULT_COLUMNS[:8]}
+    assert {name for name in none if none[name] is None} == {"answer", *RESULT_COLUMNS[:8], "warnings"}
     assert (none["status"], none["error_code"], none["error"]) == ("failed", "refused_by_engine", "no 0")
     assert run.told[-1] == 1000
     assert temporaries(run.folder) == []
@@ -285,6 +292,98 @@ def test_types_and_metadata_of_the_input_stay(run: Run) -> None:
     assert written.select(schema.names).equals(run.table)
 
 
+# ---- several answers, log probabilities ----
+
+
+def logprobs(number: int) -> Logprobs:
+    """Of one to three tokens, each with one likely token less than the one before; -inf and NaN among them."""
+    tokens = 1 + number % 3
+    counts = [2 - i for i in range(tokens)]
+    top = sum(counts)
+    return Logprobs(
+        tokens=[f"t{number}.{i}" for i in range(tokens)],
+        token_ids=[number + i for i in range(tokens)],
+        logprobs=[-math.inf if number % 5 == 0 else -float(i) for i in range(tokens)],
+        top_counts=counts,
+        top_tokens=[f"é{number}.{i}" for i in range(top)],
+        top_token_ids=list(range(top)),
+        top_logprobs=[math.nan if i == 1 else -math.inf for i in range(top)],
+    )
+
+
+def with_answers(number: int) -> PartRow:
+    """Rows of one answer, of several, and with log probabilities, one kind after the other."""
+    kind = number % 4
+    samples = tuple(
+        Sample(i, f"{number}/{i}" if i else "", "length", i, logprobs(number + i) if kind == 2 else None, i == 1)
+        for i in range(1 + number % 3)
+    )
+    own = logprobs(number) if kind in (1, 2) else None
+    several = samples if kind in (0, 2) else ()
+    answer = Completion(
+        number, f"text {number}", "stop", 1, 0, 2, 0.1, 0.2, None, 0.5, samples=several, logprobs=own, valid=kind == 0
+    )
+    return done_row(About(key=key(number), shard=0), answer)
+
+
+def as_read(given: Logprobs | None) -> list[dict[str, Any]] | None:
+    if given is None:
+        return None
+    top = iter(zip(given.top_tokens, given.top_token_ids, given.top_logprobs, strict=True))
+    names = ("token", "token_id", "logprob")
+    return [
+        {**dict(zip(names, place, strict=True)), "top": [dict(zip(names, next(top), strict=True)) for _ in range(n)]}
+        for place, n in zip(
+            zip(given.tokens, given.token_ids, given.logprobs, strict=True), given.top_counts, strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("ranges", ["one", "many"])
+def test_every_answer_comes_out_in_its_own_row(run: Run, ranges: str, request: pytest.FixtureRequest) -> None:
+    if ranges == "many":
+        request.getfixturevalue("small_ranges")
+    rows = 400
+    run.input(rows)
+    order = np.random.default_rng(2).permutation(rows).tolist()
+    given = [failed(n) if n % 7 == 0 else with_answers(n) for n in range(rows)]
+    for i in range(0, rows, 90):
+        run.part([given[n] for n in order[i : i + 90]])
+    run.merge(at_once=77, extra_columns=EXTRA_COLUMNS)
+    table = pq.read_table(run.output)
+    assert table.schema.names == ["id", "n", "status", "answer", *EXTRA_COLUMNS, *RESULT_COLUMNS]
+    for n, row in enumerate(table.to_pylist()):
+        wanted = given[n]
+        assert row["answer"] == wanted.text
+        assert row["valid"] == wanted.valid
+        assert repr(row["logprobs"]) == repr(as_read(wanted.logprobs))  # NaN is NaN in it
+        samples = (
+            None
+            if wanted.samples is None
+            else [
+                {
+                    "index": s.index,
+                    "text": s.text,
+                    "finish_reason": s.finish_reason,
+                    "output_tokens": s.output_tokens,
+                    "valid": s.valid,
+                    "logprobs": as_read(s.logprobs),
+                }
+                for s in wanted.samples
+            ]
+        )
+        assert repr(row["samples"]) == repr(samples)
+
+
+def test_columns_that_no_row_fills_are_there_if_the_job_wants_them(run: Run) -> None:
+    run.input(3)
+    run.part([done(n) for n in range(3)])
+    run.merge(extra_columns=("samples", "valid"))
+    table = pq.read_table(run.output)
+    assert table.schema.names == ["id", "n", "status", "answer", "samples", "valid", *RESULT_COLUMNS]
+    assert (table["samples"].null_count, table["valid"].null_count) == (3, 3)
+
+
 # ---- the two kinds of output ----
 
 
@@ -376,12 +475,26 @@ def test_an_input_that_lost_rows_since_the_plan_is_told(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["run/.tmp-failures.parquet", ".tmp-out.parquet"])
-def test_a_full_disk_names_the_file_and_leaves_what_was_there(run: Run, name: str) -> None:
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(
+    run: Run, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.input(10)
     run.part([failed(n) for n in range(10)])
     run.merge()
     before = run.output.read_bytes(), run.failures.read_bytes()
-    (run.folder / name).symlink_to("/dev/full")
+    made = os.open
+
+    def full(path: Any, flags: int, *mode: int) -> int:
+        """A new file on a disk without room."""
+        if str(path) == str(run.failures.with_name(".tmp-failures.parquet")):
+            Path(path).symlink_to("/dev/full")
+            flags &= ~(os.O_CREAT | os.O_EXCL)
+        return made(path, flags, *mode)
+
+    if name.startswith("run/"):
+        monkeypatch.setattr(os, "open", full)
+    else:
+        (run.folder / name).symlink_to("/dev/full")
     final = name.replace(".tmp-", "")
     with pytest.raises(OutputError, match=rf"{final}: cannot be written \(No space left on device\); make room"):
         run.merge()

@@ -1,14 +1,28 @@
 """Part files and refused rows: whole or not there, and readable to the last byte of a key."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from bulkgen.errors import OutputError
-from bulkgen.records import Completion, Failure, RefusedRow
-from bulkgen.results import PART_SCHEMA, About, PartRow, RefusedWriter, done_row, failed_row, read_keys, write_part
+from bulkgen.records import Completion, Failure, RefusedRow, Sample
+from bulkgen.results import (
+    PART_SCHEMA,
+    About,
+    PartRow,
+    RefusedWriter,
+    done_row,
+    failed_row,
+    parts,
+    read_keys,
+    write_part,
+)
+from bulkgen.results.columns import as_column
 from bulkgen.results.refused import read_refused
 
 
@@ -27,6 +41,37 @@ def test_a_part_holds_what_it_was_given(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "part.parquet")
     assert table.schema.equals(PART_SCHEMA)
     assert [tuple(row.values()) for row in table.to_pylist()] == [tuple(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("texts", "warnings"), [(["a", "b"], None), (["", "b"], ["empty_output"]), (["a", ""], ["empty_output"])]
+)
+def test_a_row_of_several_answers_counts_them_and_says_that_one_is_empty(
+    texts: list[str], warnings: list[str] | None
+) -> None:
+    samples = tuple(Sample(i, text, "stop", 1) for i, text in enumerate(texts))
+    row = done_row(
+        About(key=key(1), shard=0), Completion(1, texts[0], "stop", 1, 0, 2, 0.1, 0.2, None, 0.4, samples=samples)
+    )
+    assert (row.answers, row.warnings) == (2, warnings)
+    assert (done(1).answers, done(1, "").warnings) == (1, ["empty_output"])
+    assert failed_row(About(key=key(1), shard=0), Failure(1, "code", "m")).answers is None
+
+
+def test_long_answers_of_a_row_are_chunked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_CHUNK_CHARACTERS", 1000)
+    sizes: list[int] = []
+
+    def noted(values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
+        sizes.append(len(values))
+        return as_column(values, arrow_type)
+
+    monkeypatch.setattr("bulkgen.results.parts.as_column", noted)
+    samples = tuple(Sample(i, "x" * 300, "stop", 1) for i in range(2))
+    answer = Completion(1, "", "stop", 1, 0, 2, 0.1, 0.2, None, 0.4, samples=samples)
+    write_part(tmp_path, "part.parquet", [done_row(About(key=key(i), shard=0), answer) for i in range(5)])
+    assert set(sizes) == {1, 2}
+    assert pq.read_table(tmp_path / "part.parquet").num_rows == 5
 
 
 def test_a_part_is_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

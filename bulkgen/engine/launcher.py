@@ -46,8 +46,8 @@ class Launcher(Protocol):
     def events(self, timeout_s: float) -> list[Event]:
         """What has happened, in order; waits up to `timeout_s` for something to happen. A death comes last."""
 
-    def close(self, grace_s: float) -> None:
-        """Wait for replicas that were told to end, then end the rest. Leaves no process behind."""
+    def close(self, grace_s: float) -> list[int]:
+        """Wait for replicas that were told to end, then end the rest, and say which. Leaves no process behind."""
 
 
 class _Process:
@@ -143,10 +143,12 @@ class LocalLauncher:
         self._selector.unregister(process.socket)
         return process.kill()
 
-    def close(self, grace_s: float) -> None:
+    def close(self, grace_s: float) -> list[int]:
         until = time.monotonic() + grace_s
         while self._processes and time.monotonic() < until:
             self.events(0.1)
-        for replica in list(self._processes):
+        rest = list(self._processes)
+        for replica in rest:
             self._processes[replica].process.kill()
             self._bury(replica)
+        return rest

@@ -117,8 +117,9 @@ def _instance(schema: Any) -> Any:
         if key in schema:
             return _instance(schema[key][0])
     kind = schema.get("type", "object")
+    kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
         inner: dict[str, Any] = schema.get("properties", {})
         return {name: _instance(inner.get(name, {})) for name in schema.get("required", inner)}
     plain: dict[str, Any] = {"array": [], "string": "", "integer": 0, "number": 0.5, "boolean": True, "null": None}
-    return plain[kind[0] if isinstance(kind, list) else kind]
+    return plain[kind]

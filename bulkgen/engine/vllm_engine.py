@@ -81,6 +81,7 @@ class VllmEngine:
         self._counters = _Counters()
         self._open: dict[str, _Open] = {}  # by the name of each answer
         self._refused: list[Failure] = []
+        self._taken = 0
         try:
             # LLM_CLASS gives the defaults for offline use; the default context silently caps batch and sequences.
             self._engine = LLMEngine.from_engine_args(
@@ -116,7 +117,9 @@ class VllmEngine:
             # Text is made once at the end; only stop strings and log probabilities need it at every token.
             has_text = bool(sampling.get("stop")) or sampling.get("logprobs") is not None
             form = sampling.pop("structured_outputs", None)
-            names = [f"{request.index}.{i}" for i in range(number or 1)]
+            # No name is used again: of a row that is tried once more, nothing of the first time may count.
+            self._taken += 1
+            names = [f"{request.index}.{i}-{self._taken}" for i in range(number or 1)]
             opened = _Open(request.index, [], number is not None, has_text, form is not None)
             try:
                 for i, name in enumerate(names):
@@ -237,8 +240,9 @@ def _seeded(sampling: Mapping[str, Any], sample: int) -> dict[str, Any]:
     seed = sampling.get("seed")
     if seed is None or not sample:
         return dict(sampling)
-    # Away from -1, which vLLM takes for none.
-    return {**sampling, "seed": seed + sample if seed >= 0 else seed - sample}
+    # Away from -1, which vLLM takes for none, and within 64 bits.
+    other = seed + sample if seed >= 0 else seed - sample
+    return {**sampling, "seed": (other + 2**63) % 2**64 - 2**63}
 
 
 def _structured(form: Mapping[str, Any]) -> StructuredOutputsParams:

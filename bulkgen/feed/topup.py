@@ -20,6 +20,6 @@ class TopUp:
         self._least = max(1, limits.max_num_seqs // 4)
 
     def room(self, in_engine: int) -> int:
-        """How many requests to submit now, when the engine holds `in_engine` of ours, running or waiting."""
+        """How many sequences to submit now, when the engine holds `in_engine` of ours, running or waiting."""
         room = self.most - in_engine
         return room if room >= self._least else 0

@@ -45,7 +45,7 @@ def whole(key: bytes) -> bytes:
 def identities(keys: Keys) -> Keys:
     """The half of each key that tells whose it is."""
     whole_keys = np.ascontiguousarray(keys)
-    halves = whole_keys.view(f"S{IDENTITY_BYTES}").reshape(len(keys), -1)
+    halves = whole_keys.view(f"S{IDENTITY_BYTES}").reshape(len(keys), ROW_KEY_BYTES // IDENTITY_BYTES)
     return np.ascontiguousarray(halves[:, 0])
 
 

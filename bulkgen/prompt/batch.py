@@ -42,10 +42,10 @@ _WITHOUT_EFFECT = frozenset(
 # What servers know and this version does not do, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, Sequence[Any]] = {
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
@@ -142,11 +142,18 @@ def _check_names(given: Mapping[str, Any], endpoint: str) -> None:
         if name in read or name in _WITHOUT_EFFECT:
             continue
         if name not in _UNSUPPORTED:
-            near = difflib.get_close_matches(name, [*read, *_UNSUPPORTED], 1)
+            near = difflib.get_close_matches(name[:60], [*read, *_UNSUPPORTED], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RowError("unknown_parameter", f"{endpoint} has no parameter {name[:200]!r}{hint}")
-        if not any(value == nothing and type(value) is type(nothing) for nothing in _UNSUPPORTED[name]):
+            raise RowError("unknown_parameter", f"{endpoint} has no parameter {name[:60]!r}{hint}")
+        if not any(_equal(value, nothing) for nothing in _UNSUPPORTED[name]):
             raise RowError("unsupported_parameter", f"body.{name} is not supported, and was {_shown(value)}")
+
+
+def _equal(value: Any, nothing: Any) -> bool:
+    """Whether a value asks for nothing: 1.0 is 1, True is not, and an object of nulls is one that Arrow padded."""
+    if isinstance(value, dict):
+        value = {key: inner for key, inner in value.items() if inner is not None}
+    return bool(value == nothing) and isinstance(value, bool) == isinstance(nothing, bool)
 
 
 def _text(prompt: Any) -> str:

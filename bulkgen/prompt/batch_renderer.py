@@ -101,9 +101,10 @@ class BatchRenderer(Renderer):
         try:
             model = model_of(row)
             if model not in (None, self._job_model) and not self._any_model:
-                foreign = self.foreign.setdefault(str(model), Foreign(0, batch.file, batch.positions[i]))
+                name = str(model)[:200]
+                foreign = self.foreign.setdefault(name, Foreign(0, batch.file, batch.positions[i]))
                 foreign.rows += 1
-                what = f"its body names the model {str(model)[:200]!r}, and this job runs {self._job_model!r}"
+                what = f"its body names the model {name!r}, and this job runs {self._job_model!r}"
                 raise RowError(WRONG_MODEL, f"{what}; see input.batch_model")
             request = read_line(row, self._defaults)
             if request.text is None and not self._chat:

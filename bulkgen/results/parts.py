@@ -16,6 +16,7 @@ from bulkgen.results.answers import EMPTY_OUTPUT
 from bulkgen.results.columns import LOGPROBS_TYPE, SAMPLES_TYPE, as_column, as_keys
 from bulkgen.results.disk import ParquetSink, open_parquet, reading
 from bulkgen.rundir import whole_file
+from bulkgen.secrecy import hushed
 
 PART_SCHEMA = pa.schema(
     [
@@ -39,6 +40,7 @@ PART_SCHEMA = pa.schema(
         ("samples", SAMPLES_TYPE),
         ("logprobs", LOGPROBS_TYPE),
         ("valid", pa.bool_()),
+        ("answers", pa.int32()),
     ]
 )
 # Columns with few distinct values. Texts are stored plainly, so that the file's own figures tell how large they are
@@ -53,6 +55,7 @@ _DICTIONARY = [
     "error_code",
     "attempts",
     "settings_key",
+    "answers",
 ]
 # Rows that are turned into columns at once: bounded, and far from the 2 GiB that 32-bit offsets reach.
 _CHUNK_CHARACTERS = 16 << 20
@@ -87,6 +90,7 @@ class PartRow(NamedTuple):
     samples: Sequence[Sample] | None = None
     logprobs: Logprobs | None = None
     valid: bool | None = None
+    answers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +130,7 @@ def done_row(row: About, c: Completion) -> PartRow:
         samples=c.samples or None,
         logprobs=c.logprobs,
         valid=c.valid,
+        answers=len(c.samples) or 1,
     )
 
 
@@ -149,7 +154,7 @@ def failed_row(row: About, f: Failure) -> PartRow:
         tpot_s=None,
         e2e_s=None,
         error_code=f.code,
-        error=f.message,
+        error=hushed(f.message),  # an engine's own words may repeat what it was given
         warnings=list(row.warnings) or None,
         attempts=row.attempts,
         settings_key=row.settings_key,

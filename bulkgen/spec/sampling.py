@@ -8,7 +8,7 @@ from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from bulkgen.errors import RowError
@@ -18,9 +18,10 @@ from bulkgen.spec.structured import StructuredSpec, check_structured
 
 
 class Column(Section):
-    """A value that each row brings along, in the named column. A null there means the parameter's default."""
+    """A value that each row brings along, in the named column; `default` stands for a null there."""
 
     column: Annotated[str, Field(min_length=1)]
+    default: Any = Field(default=None, description="value of a row whose column holds none; unset: the parameter's own")
 
     @model_validator(mode="before")
     @classmethod
@@ -28,6 +29,10 @@ class Column(Section):
         if not isinstance(value, dict | Column):
             raise PydanticCustomError("column_type", "{form}", {"form": "{column: NAME}"})
         return value
+
+    @model_serializer
+    def _plain(self) -> dict[str, Any]:
+        return {name: value for name, value in self if value is not None}
 
 
 # Tokens are counted in 32 bits, here and in vLLM; its seeds have 64.
@@ -93,10 +98,20 @@ class SamplingSpec(Section):
             raise Misfit(fault, "n")
         return self
 
+    @model_validator(mode="after")
+    def _defaults_of_columns(self) -> "SamplingSpec":
+        for name, value in self:
+            if isinstance(value, Column) and value.default is not None:
+                try:
+                    _row_value(name, value.default)
+                except ValidationError as e:
+                    raise Misfit(f"must be {wanted_value(e)}, not {shown(value.default)}", name, "default") from None
+        return self
+
     def constants(self) -> dict[str, Any]:
         """The parameters that are the same for every row, and the defaults of those that may be null in a row."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        values = {name: defaults[name] if _column(value) else value for name, value in self}
+        values = {name: _default(name, value, defaults[name]) if _column(value) else value for name, value in self}
         values[STRUCTURED] = values[STRUCTURED].constraint() if values[STRUCTURED] is not None else None
         return {name: value for name, value in values.items() if value is not None}
 
@@ -113,6 +128,12 @@ class SamplingSpec(Section):
 
 def _column(value: Any) -> str | None:
     return value.column if isinstance(value, Column | StructuredSpec) else None
+
+
+def _default(param: str, value: Any, otherwise: Any) -> Any:
+    """What a column's null means: what the spec says beside the column, else the parameter's own default."""
+    default = getattr(value, "default", None)
+    return otherwise if default is None else _row_value(param, default)
 
 
 def _equal_samples(n: Any, temperature: Any) -> str | None:
@@ -138,14 +159,21 @@ def check_sampling_value(param: str, value: Any, name: str | None = None, holder
     name = name or f"sampling.{param}"
     if param == STRUCTURED:
         return check_structured(value, name)
+    try:
+        return _row_value(param, value)
+    except ValidationError as e:
+        message = f"{name} must be {wanted_value(e)}; {holder} has {shown(value)}"
+        raise RowError("bad_sampling", message) from None
+
+
+def _row_value(param: str, value: Any) -> Any:
     adapter = _row_values(param)
     try:
         return adapter.validate_python(value)
-    except ValidationError as e:
+    except ValidationError:
         if isinstance(value, float) and value.is_integer():
-            return check_sampling_value(param, int(value), name, holder)
-        message = f"{name} must be {wanted_value(e)}; {holder} has {shown(value)}"
-        raise RowError("bad_sampling", message) from None
+            return adapter.validate_python(int(value))
+        raise
 
 
 @cache

@@ -33,7 +33,10 @@ def _schema_text(value: Any) -> Any:
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        fault = _schema_fault(text) if isinstance(schema, dict) else "must be an object"
+        text.encode()
+        fault = _schema_fault(text)
+    except UnicodeEncodeError as e:
+        fault = f"holds {ascii(text[e.start])[1:-1]}, half of a surrogate pair, which is no character"
     except RecursionError:
         fault = "is nested too deep"
     except (ValueError, TypeError) as e:
@@ -112,7 +115,7 @@ def _row_form() -> TypeAdapter[StructuredSpec]:
 
 def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    place = ".".join(str(part)[:_MOST_SHOWN] for part in first["loc"])
     if first["type"] == "extra_forbidden":
         kinds = ", ".join(name for name in StructuredSpec.model_fields if name != "column")
         return f"there is no kind {place!r}; there are {kinds}"
@@ -206,12 +209,20 @@ def _schema_fault(text: str) -> str | None:
     from jsonschema import SchemaError, validators  # type: ignore[import-untyped]
 
     schema = json.loads(text)
+    if not isinstance(schema, dict):
+        return "must be an object"
+    if not isinstance(schema.get("$schema", ""), str):
+        return "is not valid: its $schema is not text"
     kind = validators.validator_for(schema, default=validators.Draft202012Validator)
     try:
         # Expressions inside of it are in the dialect of the engine, not in Python's.
         kind.check_schema(schema, format_checker=None)
     except SchemaError as e:
         return f"is not valid: {e.json_path}: {e.message}"
+    except RecursionError:
+        raise
+    except Exception as e:  # what the library makes of what a row holds is not known in full
+        return f"cannot be checked: {type(e).__name__}: {e}"
     return None
 
 
