@@ -5,6 +5,7 @@ can be made without one. A job that cannot work should end here, in seconds.
 import difflib
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bulkgen.plan import Plan, PlanWriter, bucket_edges
 from bulkgen.prompt import BatchRenderer, Model, PromptSource, Renderer, open_model, way_round
 from bulkgen.records import RefusedRow
 from bulkgen.results import RefusedWriter
-from bulkgen.rundir import RunDir
+from bulkgen.rundir import RunDir, read_manifest
 from bulkgen.seat import ReplicaSetup
 from bulkgen.spec import JobSpec, check_collisions, check_sampling_value
 
@@ -63,7 +64,7 @@ def check_output(spec: JobSpec, run: RunDir) -> None:
         )
 
 
-def open_job_renderer(spec: JobSpec, model: Model) -> Renderer:
+def open_job_renderer(spec: JobSpec, model: Model, check_stop: Callable[[], None] = lambda: None) -> Renderer:
     """The renderer of a job's rows. Raises SpecError for templates that cannot work for any row."""
     prompts = PromptSource(
         id=spec.input.id_column,
@@ -76,6 +77,7 @@ def open_job_renderer(spec: JobSpec, model: Model) -> Renderer:
         continue_final=spec.input.continue_final,
         special_tokens=spec.input.special_tokens,
         too_long=spec.input.too_long,
+        now=_begun_at(RunDir.of_output(spec.output_path)),
     )
     if spec.input.batch:
         return BatchRenderer(
@@ -93,7 +95,14 @@ def open_job_renderer(spec: JobSpec, model: Model) -> Renderer:
         columns=spec.sampling.columns(),
         check=check_sampling_value,
         max_model_len=context_length(spec, model),
+        check_stop=check_stop,
     )
+
+
+def _begun_at(run: RunDir) -> datetime | None:
+    """When the run was started first, None if it never was: the date that chat templates are told in all starts."""
+    starts = [record for record in read_manifest(run.manifest) if record["record"] == "start"]
+    return datetime.fromtimestamp(starts[0]["time"]) if starts else None
 
 
 def plan_rows(
@@ -112,17 +121,18 @@ def plan_rows(
     Raises SpecError when a column that the job names is in no row at all, TooManyFailures when more rows are refused
     than `limit` allows.
     """
-    renderer = open_job_renderer(spec, model)
+    renderer = open_job_renderer(spec, model, check_stop)
     if (known := dataset.known_columns()) is not None:
         check_columns(spec, renderer.required, known)
     writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)))
+    refused: RefusedWriter | None = None
     try:
         refused = RefusedWriter(writer.folder / run.refused.name)
         rows = 0
         first_refused: RefusedRow | None = None
         for batch in dataset.rows(renderer.columns):
             check_stop()
-            rendered = renderer.render(batch)
+            rendered = renderer.render(batch, check_stop)
             writer.add(rendered)
             refused.add([row for row in rendered if isinstance(row, RefusedRow)])
             rows += len(rendered)
@@ -139,6 +149,8 @@ def plan_rows(
         (writer.folder / run.schema.name).write_bytes(schema.serialize().to_pybytes())
         return writer.finish(facts, spec.shards.rows(), spec.engine.replicas)
     except BaseException:
+        if refused is not None:
+            refused.give_up()
         writer.discard()
         raise
 

@@ -1,6 +1,7 @@
 """`bulkgen render`: what would be sent for a few rows, without an engine and without a run folder."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,9 @@ def render_rows(spec: JobSpec, number: int, row_id: str | None, say: Callable[[s
     dataset = open_data(spec)
     renderer = open_job_renderer(spec, open_job_model(spec, say))
     batches = dataset.rows(renderer.columns)
+    if row_id is None:
+        # No more is rendered than is shown: a template may take its time.
+        batches = (replace(b, positions=b.positions[:number], rows=b.rows[:number]) for b in batches)
     rows = (
         (batch.file, batch.positions[i], batch.rows[i], rendered)
         for batch in batches
@@ -36,7 +40,8 @@ def render_rows(spec: JobSpec, number: int, row_id: str | None, say: Callable[[s
 
 
 def _has_id(spec: JobSpec, row: dict[str, Any] | BadRow, wanted: str) -> bool:
-    return spec.input.id is not None and isinstance(row, dict) and str(row.get(spec.input.id)) == wanted
+    name = spec.input.id_column
+    return name is not None and isinstance(row, dict) and str(row.get(name)) == wanted
 
 
 def _lines(renderer: Renderer, where: str, rendered: Prompt | RefusedRow) -> Iterator[str]:

@@ -1,16 +1,21 @@
 """Prompts: what is sent for a row, why a row cannot be sent, and what makes it the same row again."""
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bulkgen.engine.demo_model import prepare_demo_model
-from bulkgen.errors import SpecError
+from bulkgen.errors import SpecError, Stopped
 from bulkgen.prompt import Model, PromptSource, Renderer, open_model
+from bulkgen.prompt.sandbox import Limits
+from bulkgen.prompt.tokenizer import StubTokenizer
 from bulkgen.records import BadRow, Prompt, RefusedRow, RowBatch
 from bulkgen.spec import check_sampling_value
 
@@ -27,6 +32,7 @@ def renderer(
     columns: dict[str, str] | None = None,
     constants: dict[str, Any] | None = None,
     max_model_len: int = 1000,
+    limits: Limits | None = None,
     **source: Any,
 ) -> Renderer:
     return Renderer(
@@ -36,6 +42,7 @@ def renderer(
         columns=columns or {},
         check=check_sampling_value,
         max_model_len=max_model_len,
+        limits=limits,
     )
 
 
@@ -228,6 +235,186 @@ def test_the_context_limit_is_exact() -> None:
     assert (len(capped.tokens), capped.max_tokens) == (9, 1)
     assert isinstance(full, RefusedRow)
     assert (full.code, full.prompt_tokens) == ("prompt_too_long", 10)
+
+
+@pytest.mark.parametrize("too_long", ["fail", "truncate_left", "truncate_right"])
+@pytest.mark.parametrize("source", [{}, {"template": "{{ p }}"}])
+def test_a_text_far_too_long_is_not_encoded_as_a_whole(too_long: str, source: dict[str, Any]) -> None:
+    encoded: list[int] = []
+
+    class Counting(StubTokenizer):
+        def encode(self, texts: list[str], special: bool) -> list[Sequence[int]]:
+            encoded.extend(map(len, texts))
+            return super().encode(texts, special)
+
+        def spans(self, texts: list[str]) -> list[list[tuple[int, int]]]:
+            encoded.extend(map(len, texts))
+            return super().spans(texts)
+
+    text = "".join(f"{i:07d}," for i in range(1_000_000))
+    r = renderer(Model("stub", "stub-1", None, Counting), too_long=too_long, **source)
+    one, long, two = render(r, {"p": "one"}, {"p": text}, {"p": "two"})
+    assert max(encoded) < 1 << 21
+    assert [r.text(x.tokens) for x in (one, two) if isinstance(x, Prompt)] == ["one", "two"]
+    if too_long == "fail":
+        assert isinstance(long, RefusedRow)
+        assert (long.code, long.prompt_tokens) == ("prompt_too_long", None)
+        assert "more than" in long.message
+        assert "the context 1000" in long.message
+    else:
+        assert isinstance(long, Prompt)
+        assert long.warnings == ("prompt_truncated",)
+        kept = r.text(long.tokens)
+        assert len(long.tokens) == 1000 - 16
+        assert len(kept) > 3 * (1000 - 16) - 3
+        assert text.endswith(kept) if too_long == "truncate_left" else text.startswith(kept)
+
+
+def children() -> list[int]:
+    """Processes of this one that are alive."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    alive = []
+    for pid in (int(pid) for task in tasks for pid in task.read_text().split()):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        alive += [pid] if state != "Z" else []
+    return alive
+
+
+def wait_until(true: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# A computation that nothing but the end of its process can stop.
+UNSTOPPABLE = "{% set a, b = [0] * 90000, [0] * 90000 %}{{ [a] * 90000 == [b] * 90000 }}"
+
+
+def on(row: str, code: str) -> str:
+    return f"{{% if p == '{row}' %}}{code}{{% endif %}}{{{{ p }}}}"
+
+
+@pytest.mark.parametrize("kills", [{0}, {1}, {0, 1, 2}, {5}])
+def test_a_template_process_that_is_killed_loses_and_swaps_no_row(kills: set[int]) -> None:
+    before = set(children())
+    r = renderer(template="{{ p }}")
+    looked = 0
+
+    def kill() -> None:
+        nonlocal looked
+        if looked in kills:
+            for pid in set(children()) - before:
+                os.kill(pid, signal.SIGKILL)
+        looked += 1
+
+    rows = [{"p": f"row {i}"} for i in range(700)]
+    out = r.render(RowBatch(0, "in.jsonl", range(1, 701), rows), kill)
+    assert looked > max(kills)
+    assert [r.text(x.tokens) for x in out if isinstance(x, Prompt)] == [row["p"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "says"),
+    [
+        (ENDLESS, Limits(seconds=0.2), "more than 0.2 s of processor time"),
+        (UNSTOPPABLE, Limits(seconds=0.2), "more than 0.4 s of processor time"),
+        ("{{ 'x' * 10 ** 9 }}", Limits(memory_bytes=200 << 20), "more than 200 MiB of memory"),
+        ("{% set x = [0] * 10 ** 9 %}", Limits(memory_bytes=200 << 20), "more than 200 MiB of memory"),
+        ("{{ 'x' * 1001 }}", Limits(characters=1000), "more than the 1,000 that it may have"),
+    ],
+)
+def test_a_row_that_takes_too_much_fails_alone(code: str, limits: Limits, says: str) -> None:
+    r = renderer(template=on("bad", code), limits=limits, max_model_len=1 << 20)
+    rows = [{"p": f"row {i}"} for i in range(6)]
+    rows = [*rows[:3], {"p": "bad"}, *rows[3:5], {"p": "bad"}, rows[5]]
+    out = texts(r, *rows)
+    assert [text for text in out if "template_limit" not in text] == [f"row {i}" for i in range(6)]
+    assert [i for i, text in enumerate(out) if "template_limit" in text and says in text] == [3, 6]
+
+
+def test_a_template_that_takes_too_much_on_every_row_is_to_blame() -> None:
+    r = renderer(template=ENDLESS + "{{ p }}", limits=Limits(seconds=0.05, timeouts=4))
+    with pytest.raises(SpecError, match=r"as on the 3 rows before it.*simplify input.template"):
+        render(r, *[{"p": "x"}] * 20)
+    mixed = renderer(template=on("bad", ENDLESS), limits=Limits(seconds=0.05, timeouts=4))
+    rows = [{"p": "bad" if i % 4 else "good"} for i in range(12)]
+    assert codes(mixed, *rows) == [None if row["p"] == "good" else "template_limit" for row in rows]
+
+
+def test_a_stop_ends_a_template_that_runs() -> None:
+    before = set(children())
+    r = renderer(template=on("bad", ENDLESS), limits=Limits(seconds=100))
+    looked = 0
+
+    def stop() -> None:
+        nonlocal looked
+        looked += 1
+        if looked == 3:
+            raise Stopped("asked for")
+
+    with pytest.raises(Stopped, match="asked for"):
+        r.render(RowBatch(0, "in.jsonl", range(1, 3), [{"p": "bad"}, {"p": "y"}]), stop)
+    assert set(children()) == before
+    assert texts(r, {"p": "another"}) == ["another"]
+
+
+def test_the_template_process_ends_with_its_renderer() -> None:
+    before = set(children())
+    r = renderer(template="{{ p }}")
+    assert len(set(children()) - before) == 1
+    del r
+    assert set(children()) == before
+
+
+def test_the_template_process_ends_with_a_driver_that_is_killed() -> None:
+    code = (
+        "from tests.test_prompt import ENDLESS, Limits, children, render, renderer\n"
+        "r = renderer(template=ENDLESS + '{{ p }}', limits=Limits(seconds=1, timeouts=1000))\n"
+        "print(*children(), flush=True)\n"
+        "render(r, *[{'p': 'x'}] * 200)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        # It works on the first rows once it has used more time than compiling takes.
+        wait_until(lambda: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]) > 100)
+        driver.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_values_nested_deep_or_of_odd_types_fail_their_rows_at_most() -> None:
+    r = renderer(template="{{ p is string }}")
+    odd: list[Any] = [nested(499), lambda: 0, (i for i in "generator"), nested(700)]
+    out = texts(r, *({"p": value} for value in ["fine", *odd, "fine too"]))
+    assert [out[0], out[1], out[-2], out[-1]] == ["True", "False", "False", "True"]
+    assert all(text.startswith("template_error: a value of the row cannot be given") for text in out[2:4])
+
+
+@pytest.mark.parametrize("template", ["{{ " + "not " * 1000 + "p }}", "{{ " + "(" * 300 + "p" + ")" * 300 + " }}"])
+def test_a_template_nested_too_deep_is_a_spec_error(template: str) -> None:
+    with pytest.raises(SpecError, match=r"input\.template"):
+        renderer(template=template)
+
+
+def test_nothing_is_computed_while_a_template_is_compiled() -> None:
+    r = renderer(template=on("bad", "{{ 10 ** 5000 }}{{ 'x' * 10 ** 9 }}") + on("worse", UNSTOPPABLE))
+    assert texts(r, {"p": "good"}) == ["goodgood"]
+    with pytest.raises(SpecError, match=r"input\.template"):
+        renderer(template="{{ p }}{{ " + "9" * 5000 + " }}")
+
+
+def test_an_empty_chat_template_is_a_spec_error(demo: Model) -> None:
+    with pytest.raises(SpecError, match=r"input\.chat_template: the file is empty"):
+        renderer(demo, chat_template=" \n")
 
 
 def test_sampling_from_columns() -> None:

@@ -55,7 +55,7 @@ SPEC_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"seed": {"column": "seeed"}}}, ["column 'seeed' is in no row"]),
     ({"input": {"prompt": None, "template": "{{ prmpt }}"}}, ["column 'prmpt' is in no row", "did you mean 'prompt'?"]),
     ({"input": {"prompt": None, "template": "{{ prompt"}}, ["input.template", "line 1", "not valid Jinja2"]),
-    ({"input": {"messages": "prompt"}}, ["job.yaml:", "input", "exactly one of messages, prompt and template"]),
+    ({"input": {"messages": "prompt"}}, ["job.yaml:", "input", "exactly one of messages, prompt, template and batch"]),
     ({"model": "no/such-model", "engine": {"kind": "vllm"}}, ["model 'no/such-model'", "not a folder here"]),
 ]
 
@@ -149,9 +149,11 @@ def test_a_model_without_a_chat_template(make_job: MakeJob) -> None:
         job.run("--set", f"model={model}"), 2, "no chat template", "input.chat_template", "input.chat: false"
     )
     assert job.run("--set", f"model={model}", "--set", "input.chat=false").code == 0
-    (job.folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    other = job.run("--set", f"model={model}", "--set", "input.chat_template=chat.jinja")
+    plain = [row["prompt_tokens"] for row in job.rows()]
+    (job.folder / "chat.jinja").write_text("{% for m in messages %}row {{ m.content }}{% endfor %}")
+    other = job.run("--set", f"model={model}", "--set", "input.chat_template=chat.jinja", "--changed", "again")
     assert other.code == 0, other.err
+    assert [row["prompt_tokens"] for row in job.rows()] == [number + 1 for number in plain]
 
 
 def test_a_folder_that_is_no_model(make_job: MakeJob) -> None:

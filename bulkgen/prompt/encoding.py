@@ -12,16 +12,20 @@ from bulkgen.prompt.tokenizer import Encode, Tokenizer
 BOS_IN_TEXT = "bos_in_text"
 SPECIAL_TOKENS = "special_tokens"
 
+# Characters: what is little to encode, and the longest that a token is on average in a text that is no trick.
+_LONG, _LONG_TOKEN = 1 << 20, 16
+
 # Token ids, and whether more than one BOS stood before them.
 _Tokens = tuple[Sequence[int], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt's token ids, and codes of warnings."""
+    """A prompt's token ids, and codes of warnings. Where it is not `whole` these are more than the context holds."""
 
     tokens: Sequence[int]
     warnings: tuple[str, ...] = ()
+    whole: bool = True
 
 
 class Encoder:
@@ -29,9 +33,14 @@ class Encoder:
 
     `special_tokens` says what is done about special tokens that a row's own text spells: they are sent and the row
     is warned of, or the row fails, or they are sent as the ordinary text that they are.
+
+    Tokens cost a hundred times the memory of their text. So a text of more than `longest` characters, which hardly
+    fits into a context of `max_model_len`, is encoded no further than it takes to know that it does not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_tokens: SpecialTokens) -> None:
+    def __init__(self, tokenizer: Tokenizer, special_tokens: SpecialTokens, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self.longest = max(_LONG, _LONG_TOKEN * max_model_len)
         self._bos = tokenizer.bos
         self._encode = tokenizer.encode
         self._choice = special_tokens
@@ -40,8 +49,16 @@ class Encoder:
 
     def encode(self, texts: Sequence[Composed | RowError]) -> list[Encoded | RowError]:
         """Tokens of each text, or why it cannot be sent; errors stay where they are."""
-        encoded = iter(self._encoded([text for text in texts if isinstance(text, Composed)]))
-        return [next(encoded) if isinstance(text, Composed) else text for text in texts]
+        begun = {
+            i: self._begun(t) for i, t in enumerate(texts) if isinstance(t, Composed) and len(t.text) > self.longest
+        }
+        whole = iter(self._encoded([t for i, t in enumerate(texts) if isinstance(t, Composed) and not begun.get(i)]))
+        return [t if isinstance(t, RowError) else begun.get(i) or next(whole) for i, t in enumerate(texts)]
+
+    def _begun(self, text: Composed) -> Encoded | None:
+        """The beginning of a long text, if that alone is more than the context holds."""
+        [tokens] = self._encode([text.text[: self.longest]], text.plain)
+        return Encoded(tokens, whole=False) if len(tokens) > self._max_model_len else None
 
     def _encoded(self, texts: Sequence[Composed]) -> list[Encoded | RowError]:
         whole = self._tokens(self._encode, [(t.text, t.plain) for t in texts])

@@ -1,6 +1,6 @@
 """Rendering: a batch of rows in, as many prompts or refusals out, in the same order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bulkgen.errors import RowError, SpecError
@@ -20,6 +20,7 @@ MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
 MAX_TOKENS_CAPPED = "max_tokens_capped"
 
 _PROBE = "probe"
+_PIECE_CHARACTERS = 1 << 20
 
 
 class _Sampling(NamedTuple):
@@ -30,8 +31,29 @@ class _Sampling(NamedTuple):
     overrides: str
 
 
+class _Overlong(NamedTuple):
+    """A prompt that leaves no room for output: its tokens, or, where it is not `whole`, how many it has at least."""
+
+    tokens: int
+    whole: bool
+
+
 def _never() -> None:
     """Nobody asks for a stop."""
+
+
+def _pieces(texts: Iterable[Composed | RowError]) -> Iterator[list[Composed | RowError]]:
+    """The texts, so many at once that it is worth while and their tokens do not fill the memory."""
+    piece: list[Composed | RowError] = []
+    size = 0
+    for text in texts:
+        piece.append(text)
+        size += len(text.text) if isinstance(text, Composed) else 0
+        if size >= _PIECE_CHARACTERS:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
 
 
 class Renderer:
@@ -39,7 +61,8 @@ class Renderer:
 
     Loads the tokenizer and compiles the templates, which run in a process of their own, within `limits`. `constants`
     are the job's sampling parameters, `columns` names the column of each that rows bring along, `check` validates such
-    a value or raises RowError. Raises SpecError for what cannot work for any row.
+    a value or raises RowError. Raises SpecError for what cannot work for any row. `check_stop` may raise; it is asked
+    while templates are tried.
     """
 
     def __init__(
@@ -52,6 +75,7 @@ class Renderer:
         check: Callable[[str, Any], Any],
         max_model_len: int,
         limits: Limits | None = None,
+        check_stop: Callable[[], None] = _never,
     ) -> None:
         self._source = source
         self._sampling_columns = columns
@@ -62,12 +86,12 @@ class Renderer:
         self._min_tokens: int = constants.get(MIN_TOKENS, 0)
         self._keys = KeyMaker(model.fingerprint, constants)
         self._tokenizer = model.tokenizer()
-        self._composing = _open_composing(model, source, self._tokenizer, limits or Limits())
+        self._composing = _open_composing(model, source, self._tokenizer, limits or Limits(), check_stop)
         self._reads = self._composing.reads
         others = {c for c in (source.id, *columns.values()) if c is not None}
         self.required = self._reads.required | others
         self.columns = None if self._reads.columns is None else self._reads.columns | others
-        self._encoder = Encoder(self._tokenizer, source.special_tokens)
+        self._encoder = Encoder(self._tokenizer, source.special_tokens, max_model_len)
         from_left = source.too_long == "truncate_left"
         self._cutter = Cutter(self._composing, self._encoder, self._tokenizer, from_left)
 
@@ -80,50 +104,52 @@ class Renderer:
         said = [self._said(row) for row in batch.rows]
         sampling = [s for s in said if isinstance(s, _Sampling)]
         rows = [self._read(row) for row, s in zip(batch.rows, said, strict=True) if isinstance(s, _Sampling)]
-        composed = self._composing.each("compose", rows, check_stop)
-        encoded = self._encoder.encode(composed)
-        if self._source.too_long != "fail":
-            self._cut(rows, sampling, composed, encoded, check_stop)
-        results = iter(encoded)
+        results = iter(self._encoded(rows, sampling, check_stop))
         return [
             self._finished(batch, i, next(results), s) if isinstance(s, _Sampling) else self._refused(batch, i, s)
             for i, s in enumerate(said)
         ]
 
-    def _cut(
-        self,
-        rows: Sequence[Any],
-        sampling: Sequence[_Sampling],
-        composed: Sequence[Composed | RowError],
-        encoded: list[Encoded | RowError],
-        check_stop: Callable[[], None],
-    ) -> None:
-        """Put shorter prompts in the place of those that leave no room for output."""
-        too_long: dict[int, TooLong] = {}
-        for i, (text, result) in enumerate(zip(composed, encoded, strict=True)):
-            if isinstance(text, Composed) and isinstance(result, Encoded) and len(result.tokens) >= self._max_model_len:
+    def _encoded(
+        self, rows: Sequence[Any], sampling: Sequence[_Sampling], check_stop: Callable[[], None]
+    ) -> list[Encoded | RowError | _Overlong]:
+        """The prompt of each row; one that leaves no room for output is cut, or only counted."""
+        encoded: list[Encoded | RowError | _Overlong] = []
+        to_cut: dict[int, TooLong] = {}
+        for texts in _pieces(self._composing.each("compose", rows, check_stop)):
+            for text, result in zip(texts, self._encoder.encode(texts), strict=True):
+                if isinstance(result, RowError) or len(result.tokens) < self._max_model_len:
+                    encoded.append(result)
+                    continue
+                i = len(encoded)
+                spells = isinstance(text, Composed) and text.masked is not None
                 room = max(1, min(sampling[i].max_tokens, self._max_model_len // 2))
-                limit = self._max_model_len - room
-                too_long[i] = TooLong(rows[i], len(result.tokens), limit, text.masked is not None)
-        if too_long:
-            for i, cut in zip(too_long, self._cutter.cut([*too_long.values()], check_stop), strict=True):
+                to_cut[i] = TooLong(rows[i], len(result.tokens), self._max_model_len - room, spells, result.whole)
+                encoded.append(_Overlong(len(result.tokens), result.whole))
+        if to_cut and self._source.too_long != "fail":
+            for i, cut in zip(to_cut, self._cutter.cut([*to_cut.values()], check_stop), strict=True):
                 encoded[i] = cut or encoded[i]
+        return encoded
+
+    def _too_long(self, prompt: _Overlong) -> RowError:
+        number = f"{prompt.tokens} tokens" if prompt.whole else f"more than {prompt.tokens} tokens"
+        reason = f"the prompt has {number}, the context {self._max_model_len} with the output's"
+        if self._source.too_long != "fail":
+            reason += ", and to cut the row's own text does not make it fit"
+        return RowError("prompt_too_long", reason)
 
     def _finished(
-        self, batch: RowBatch, i: int, result: Encoded | RowError, sampling: _Sampling
+        self, batch: RowBatch, i: int, result: Encoded | RowError | _Overlong, sampling: _Sampling
     ) -> Prompt | RefusedRow:
         if isinstance(result, RowError):
             return self._refused(batch, i, result)
+        if isinstance(result, _Overlong):
+            return self._refused(batch, i, self._too_long(result), result.tokens if result.whole else None)
         tokens = result.tokens
         if len(tokens) == 0:
             return self._refused(batch, i, RowError("empty_prompt", "the prompt has no tokens"))
         room = self._max_model_len - len(tokens)
         max_tokens = min(sampling.max_tokens, room)
-        if room < 1:
-            reason = f"the prompt has {len(tokens)} tokens, the context {self._max_model_len} with the output's"
-            if self._source.too_long != "fail":
-                reason += ", and to cut the row's own text does not make it fit"
-            return self._refused(batch, i, RowError("prompt_too_long", reason), len(tokens))
         if sampling.min_tokens > max_tokens:
             reason = f"min_tokens is {sampling.min_tokens}, but max_tokens {sampling.max_tokens}"
             if room < sampling.max_tokens:
@@ -182,8 +208,12 @@ class Renderer:
         return _Sampling(max_tokens, own.get(MIN_TOKENS, self._min_tokens) or 0, canonical(own) if own else "{}")
 
 
-def _open_composing(model: Model, source: PromptSource, tokenizer: Tokenizer, limits: Limits) -> Composing:
+def _open_composing(
+    model: Model, source: PromptSource, tokenizer: Tokenizer, limits: Limits, check_stop: Callable[[], None]
+) -> Composing:
     """What makes texts of rows. Raises SpecError for templates that cannot work for any."""
+    if source.chat_template is not None and not source.chat_template.strip():
+        raise SpecError("input.chat_template: the file is empty; a chat template writes the messages as text")
     chat_template = (source.chat_template or tokenizer.chat_template) if source.chat else None
     if source.chat and not chat_template:
         raise SpecError(
@@ -195,22 +225,22 @@ def _open_composing(model: Model, source: PromptSource, tokenizer: Tokenizer, li
         source=source, chat_template=chat_template, names=tokenizer.names, whose=whose, special=tokenizer.special
     )
     plain = source.template is None and source.system is None and chat_template in (None, STUB_CHAT)
-    composing: Composing = InProcess(setup) if plain else Sandbox(setup, limits)
+    composing: Composing = InProcess(setup) if plain else Sandbox(setup, limits, check_stop)
     if source.chat:
-        _try_chat(composing, whose, source.system is not None)
+        _try_chat(composing, whose, source.system is not None, check_stop)
     return composing
 
 
-def _try_chat(composing: Composing, whose: str, with_system: bool) -> None:
+def _try_chat(composing: Composing, whose: str, with_system: bool, check_stop: Callable[[], None]) -> None:
     """Raise SpecError for a chat template that runs into limits whatever it is given, or takes no system message."""
     user = {"role": "user", "content": _PROBE}
     system = {"role": "system", "content": f"system {_PROBE}"}
-    alone = _rewritten(composing, [user])
+    alone = _rewritten(composing, [user], check_stop)
     if isinstance(alone, RowError) and alone.code == LIMIT:
         raise SpecError(f"{whose}: {alone.message}, whatever the row")
     # What it says to a mere user message need not be the template's last word; then nothing is known of a system's.
     if with_system and isinstance(alone, Composed):
-        both = _rewritten(composing, [system, user])
+        both = _rewritten(composing, [system, user], check_stop)
         if isinstance(both, Composed) and system["content"].casefold() in both.text.casefold():
             return
         reason = both.message if isinstance(both, RowError) else "the model's chat template leaves it out"
@@ -218,6 +248,7 @@ def _try_chat(composing: Composing, whose: str, with_system: bool) -> None:
         raise SpecError(f"input.system: {reason}; {cure}")
 
 
-def _rewritten(composing: Composing, draft: Draft) -> Composed | RowError:
-    result: Composed | RowError = composing.each("rewrite", [(draft, False)], _never)[0]
+def _rewritten(composing: Composing, draft: Draft, check_stop: Callable[[], None]) -> Composed | RowError:
+    result: Composed | RowError
+    [result] = composing.each("rewrite", [(draft, False)], check_stop)
     return result

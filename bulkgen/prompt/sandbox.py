@@ -3,8 +3,9 @@
 Jinja's sandbox keeps a template from what is none of its business. It does not keep it from computing without end, and
 no list of what is forbidden could: a loop in a loop, `10**10**8`, `'%9999999999d' % 1`, lists of lists of lists. A
 process is what a system can bound: its memory, and its processor time, with two timers that count only that. The first
-raises an exception, which fails the row; the second, which no code can hold up, ends the process. A row that ended the
-process twice when it was alone in it fails; the rest goes on in a new one. See sandboxed.py for that side.
+raises an exception, which fails the row; the second, which no code can hold up, ends the process. The rows that were
+in it go again one by one, in a new process, and one that ends this fails; if time was not the reason, it gets a second
+try. See sandboxed.py for that side.
 
 The limits are that process's own; the driver's signals, timers and memory are left alone.
 """
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bulkgen.errors import BulkgenError, RowError, SpecError
+from bulkgen.errors import BulkgenError, RowError, SpecError, Stopped
 from bulkgen.prompt.composing import Composer, Reads, Setup
 
 LIMIT = "template_limit"
@@ -30,6 +31,7 @@ SIZE = struct.Struct(">Q")
 
 _CHUNK_ROWS, _CHUNK_BYTES = 256, 1 << 20
 _LOOK_MS = 500
+_DIED = "the templates ended their process on this row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,22 @@ class Limits:
     timeouts: int = 10
 
 
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """Takes the place of an item that cannot be sent to another process, and says why."""
+
+    reason: str
+
+
 class Composing(Protocol):
     """A Composer, in this process or in another."""
 
     reads: Reads
 
-    def each(self, method: str, items: Sequence[Any], check_stop: Callable[[], None]) -> list[Any]:
-        """What the Composer's method gives for each item, or the RowError that it raised. `check_stop` may raise."""
+    def each(self, method: str, items: Sequence[Any], check_stop: Callable[[], None]) -> Iterator[Any]:
+        """What the Composer's method gives for each item, or the RowError that it raised; one after the other, since
+        all together may be too much to have in memory. To be read to the end before the next. `check_stop` may raise.
+        """
 
 
 class InProcess:
@@ -61,9 +72,9 @@ class InProcess:
         self._composer = Composer(setup)
         self.reads = self._composer.reads
 
-    def each(self, method: str, items: Sequence[Any], check_stop: Callable[[], None]) -> list[Any]:
+    def each(self, method: str, items: Sequence[Any], check_stop: Callable[[], None]) -> Iterator[Any]:
         function = getattr(self._composer, method)
-        return [_caught(function, item) for item in items]
+        return (_caught(function, item) for item in items)
 
 
 def _caught(function: Callable[[Any], Any], item: Any) -> Any:
@@ -78,40 +89,39 @@ def _caught(function: Callable[[Any], Any], item: Any) -> Any:
 class Sandbox:
     """A Composer in a process of its own, which ends with this object. Raises SpecError for templates that are none."""
 
-    def __init__(self, setup: Setup, limits: Limits) -> None:
+    def __init__(self, setup: Setup, limits: Limits, check_stop: Callable[[], None]) -> None:
         self._setup = pickle.dumps((setup, limits))
         self._limits = limits
         self._timeouts = 0
         self._process = _Process(self._setup)
-        self.reads = self._opened()
+        self.reads = self._opened(check_stop)
 
-    def each(self, method: str, items: Sequence[Any], check_stop: Callable[[], None]) -> list[Any]:
-        results: list[Any] = []
+    def each(self, method: str, items: Sequence[Any], check_stop: Callable[[], None]) -> Iterator[Any]:
         try:
             for chunk in _chunks(items):
-                results += self._chunk(method, chunk, check_stop)
+                yield from self._chunk(method, chunk, check_stop)
         except BaseException:
             self._process.end()
             raise
-        return results
 
-    def _chunk(self, method: str, items: Sequence[bytes], check_stop: Callable[[], None]) -> list[Any]:
-        results: list[Any] = []
-        alone, deaths = False, 0
-        while len(results) < len(items):
-            sent = items[len(results) :][: 1 if alone else None]
+    def _chunk(self, method: str, items: Sequence[bytes], check_stop: Callable[[], None]) -> Iterator[Any]:
+        done, alone, deaths = 0, False, 0
+        while done < len(items):
+            sent = items[done:][: 1 if alone else None]
             try:
                 for result in self._exchange(method, sent, check_stop):
-                    results.append(result)
+                    done += 1
                     deaths = 0
+                    yield result
             except _Ended as e:
-                self._restart()
+                self._restart(check_stop)
                 deaths += alone
-                alone = True
-                if deaths == 2:
-                    results.append(self._out_of_time(f"the templates ended their process on this row ({e})"))
+                if alone and (e.out_of_time or deaths == 2):
+                    done += 1
                     deaths = 0
-        return results
+                    took = f"the templates took more than {2 * self._limits.seconds:g} s of processor time on this row"
+                    yield self._out_of_time(took if e.out_of_time else f"{_DIED} ({e})")
+                alone = True
 
     def _exchange(self, method: str, items: Sequence[bytes], check_stop: Callable[[], None]) -> Iterator[Any]:
         """Results as they come; ends early, with the process, after one that took too much memory."""
@@ -126,7 +136,7 @@ class Sandbox:
             self._timeouts = 0
             yield value if kind == "done" else RowError(*value)
             if kind == "memory":
-                self._restart()
+                self._restart(check_stop)
                 return
 
     def _out_of_time(self, reason: str) -> RowError:
@@ -138,11 +148,11 @@ class Sandbox:
             )
         return RowError(LIMIT, reason)
 
-    def _opened(self) -> Reads:
+    def _opened(self, check_stop: Callable[[], None]) -> Reads:
         try:
-            kind, value = self._process.receive(lambda: None)
+            kind, value = self._process.receive(check_stop)
         except _Ended as e:
-            if self._process.died_of == signal.SIGVTALRM:
+            if e.out_of_time:
                 raise SpecError("the job's templates or the chat template take too long to compile") from e
             raise BulkgenError(f"the process that templates run in could not be started ({e})") from e
         if kind == "spec":
@@ -152,14 +162,24 @@ class Sandbox:
         reads: Reads = value
         return reads
 
-    def _restart(self) -> None:
-        self._process.end()
-        self._process = _Process(self._setup)
-        self._opened()
+    def _restart(self, check_stop: Callable[[], None]) -> None:
+        for last in (False, False, True):
+            self._process.end()
+            self._process = _Process(self._setup)
+            try:
+                self._opened(check_stop)
+                return
+            except BulkgenError as e:  # a machine without memory to spare may end a process whatever it does
+                if last or isinstance(e, SpecError | Stopped):
+                    raise
 
 
 class _Ended(Exception):
     """The other process is no more."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"signal {-code}" if code < 0 else f"exit code {code}")
+        self.out_of_time = code == -signal.SIGVTALRM
 
 
 class _Process:
@@ -184,18 +204,13 @@ class _Process:
         self._received = bytearray()
         self.send([setup])
 
-    @property
-    def died_of(self) -> int:
-        """The signal that ended it."""
-        return -self._popen.wait()
-
     def send(self, messages: Sequence[bytes]) -> None:
         try:
             for message in messages:
                 self._out.write(SIZE.pack(len(message)))
                 self._out.write(message)
             self._out.flush()
-        except OSError:
+        except (OSError, ValueError):  # it has ended, or was ended here
             pass  # the end of the process is noticed, and explained, where an answer is waited for
 
     def receive(self, check_stop: Callable[[], None]) -> Any:
@@ -207,13 +222,14 @@ class _Process:
                     answer = pickle.loads(bytes(self._received[SIZE.size : end]))
                     del self._received[:end]
                     return answer
+            check_stop()
+            if not self.end.alive:
+                raise _Ended(self._popen.wait())
             if not self._poll.poll(_LOOK_MS):
-                check_stop()
-            elif data := os.read(self._in, 1 << 20):
-                self._received += data
-            else:
-                code = self._popen.wait()
-                raise _Ended(f"signal {-code}" if code < 0 else f"exit code {code}")
+                continue
+            if not (data := os.read(self._in, 1 << 20)):
+                raise _Ended(self._popen.wait())
+            self._received += data
 
 
 def _end(popen: subprocess.Popen[bytes]) -> None:
@@ -248,5 +264,9 @@ def _pickled(item: Any) -> bytes:
         sys.setrecursionlimit(5 * usual)
         try:
             return pickle.dumps(item)
+        except RecursionError:
+            return pickle.dumps(Unsendable("the row's values are nested too deep"))
         finally:
             sys.setrecursionlimit(usual)
+    except (pickle.PicklingError, TypeError, AttributeError) as e:
+        return pickle.dumps(Unsendable(f"a value of the row cannot be given to a template: {e}"))

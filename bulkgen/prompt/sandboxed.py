@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from bulkgen.errors import RowError, SpecError
 from bulkgen.prompt.composing import Composed, Composer
-from bulkgen.prompt.sandbox import LIMIT, SIZE, Limits
+from bulkgen.prompt.sandbox import LIMIT, SIZE, Limits, Unsendable
 
 Answer = tuple[str, Any]
 
@@ -36,9 +36,10 @@ def main() -> None:
 
 def _serve(setup: bytes, source: BinaryIO, sink: BinaryIO) -> None:
     parts, limits = pickle.loads(setup)
+    driver = os.getppid()
     _bound(limits)
     kind, composer = _within(limits, Composer, parts)
-    if kind in ("time", "memory"):
+    if kind in ("time", "memory", "row"):
         kind, composer = "spec", "the job's templates or the chat template take too long or too much to compile"
     _answer(sink, (kind, composer.reads) if kind == "done" else (kind, composer))
     sink.flush()
@@ -51,6 +52,8 @@ def _serve(setup: bytes, source: BinaryIO, sink: BinaryIO) -> None:
             _answer(sink, answer)
             if answer[0] == "memory":
                 return  # it may have left too little for the next
+            if os.getppid() != driver:
+                return  # killed; there may be minutes of work left that nobody waits for
         sink.flush()
 
 
@@ -78,9 +81,9 @@ def _within(limits: Limits, work: Callable[[Any], Any], item: Any) -> Answer:
         try:
             return "done", work(item)
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            _stop_timers()
     except _Overtime:
+        _stop_timers()  # it may have come just before they were stopped
         return "time", f"the templates took more than {limits.seconds:g} s of processor time on this row"
     except MemoryError:
         return "memory", (LIMIT, f"the templates took more than {limits.memory_bytes >> 20} MiB of memory on this row")
@@ -94,8 +97,16 @@ def _within(limits: Limits, work: Callable[[Any], Any], item: Any) -> Answer:
         return "bug", traceback.format_exc()
 
 
-def _worked(limits: Limits, method: Callable[[Any], Any], item: bytes) -> Any:
-    done = method(pickle.loads(item))
+def _stop_timers() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _worked(limits: Limits, method: Callable[[Any], Any], pickled: bytes) -> Any:
+    item = pickle.loads(pickled)
+    if isinstance(item, Unsendable):
+        raise RowError("template_error", item.reason)
+    done = method(item)
     if isinstance(done, Composed) and len(done.text) > limits.characters:
         reason = f"the prompt has {len(done.text):,} characters, more than the {limits.characters:,} that it may have"
         raise RowError(LIMIT, reason)

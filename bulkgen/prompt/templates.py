@@ -5,12 +5,12 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, Undefined, UndefinedError, meta, nodes, pass_context
+from jinja2 import StrictUndefined, TemplateError, Undefined, UndefinedError, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bulkgen.errors import RowError, SpecError
-from bulkgen.prompt.compiling import compile_template, parse_template
+from bulkgen.prompt.compiling import compile_template, parse_template, undeclared
 
 # The whole row as a mapping, for columns whose names are no Jinja names: {{ row['label-coarse'] }}.
 ROW = "row"
@@ -79,7 +79,7 @@ class Template:
             if name_node.name == _SELF:
                 name_node.name = _OWN_SELF
         self._template = compile_template(environment, key, tree)
-        self.columns = frozenset(_SELF if n == _OWN_SELF else n for n in meta.find_undeclared_variables(tree))
+        self.columns = frozenset(_SELF if n == _OWN_SELF else n for n in undeclared(environment, tree))
         self.reads_row = ROW in self.columns
         self.required = self.columns - {ROW} - guarded
 
