@@ -8,9 +8,11 @@ the input, if that is still the same. Of all failures only some bytes a row are 
 import errno
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,7 +148,7 @@ def failure_lines(found: Failures, number: int) -> Iterator[str]:
         named = "" if row.id is None else f"  id {_short(str(row.id), 60)}"
         yield f"{_place(row)}{named}  {row.code}: {_short(row.error)}"
     more = len(ordinals) - number
-    where = found.run.output
+    where = shlex.quote(str(found.run.output))
     if number and more > 0:
         yield f"{more:,} more: -n shows as many as you like"
     yield f"`bulkgen failures {where} --export FILE.jsonl` writes their rows out, to be mended and run again"
@@ -323,7 +325,7 @@ class _Input:
         self.why_not = ""
         try:
             job = yaml.safe_load(run.job.read_bytes())["input"]
-            self.id: str | None = job["id"]
+            self.id: str | None = "custom_id" if job.get("batch") else job["id"]
             self._paths = [job["path"]] if isinstance(job["path"], str) else list(job["path"])
         except (OSError, yaml.YAMLError, KeyError, TypeError):
             self.id, self._paths = None, []
@@ -346,7 +348,16 @@ class _Input:
     def would_read(self, path: Path) -> bool:
         """Whether a new file would be part of the input."""
         places = [Path(os.path.realpath(Path(self._base or ".") / text)) for text in self._paths]
-        return any(place in path.parents if place.is_dir() else path.match(str(place)) for place in places)
+        return any(place in path.parents if place.is_dir() else _is_meant(path.parts, place.parts) for place in places)
+
+
+def _is_meant(names: Sequence[str], glob: Sequence[str]) -> bool:
+    """Whether a glob takes a path in; both as the names on the way."""
+    if not glob:
+        return not names
+    if glob[0] == "**":
+        return any(_is_meant(names[i:], glob[1:]) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], glob[0]) and _is_meant(names[1:], glob[1:])
 
 
 class _Places:

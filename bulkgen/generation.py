@@ -95,7 +95,8 @@ class Generation:
                 self._step()
                 too_many = self._too_many_failures()
             self._end("close" if not self._rows_left else "stop")
-            self._launcher.close(_EXIT_GRACE_S)
+            for number in self._launcher.close(_EXIT_GRACE_S):
+                self._say(f"replica {number} did not end by itself and was ended; what it had finished is committed")
             if too_many and self._rows_left:
                 raise TooManyFailures(
                     f"{too_many}; `bulkgen failures` tells why. What is finished is committed; mend the job, or go on "

@@ -8,10 +8,11 @@ What is committed is in the manifest; a start goes on from there, whatever happe
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -184,6 +185,7 @@ class _Start:
         try:
             plan = self._plan()
             self._generate(plan)
+            self._sweep()
             merged = self._merge(plan)
         except BaseException as e:
             self._end(e)
@@ -225,11 +227,18 @@ class _Start:
         return replica_setups(self.spec, self.model, self.max_model_len)
 
     def _sweep(self) -> None:
-        """Remove what a killed start left half done: parts that never came into the manifest, temporaries."""
+        """Remove what a killed start or replica left half done: parts that never came into the manifest, temporaries.
+
+        They do no harm where they cannot be removed. Only while no replica runs.
+        """
         known = {part["name"] for part in self.manifest.of("part")}
-        for path in [*self.run.parts.glob("part-s*.parquet"), *self.run.parts.glob(".tmp-*")]:
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+        unknown = [path for path in self.run.parts.glob("part-s*.parquet") if path.name not in known]
+        for path in [*self.run.temporaries(), *unknown]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     # ---- plan ----
 
@@ -373,6 +382,7 @@ class _Start:
             failures=self.run.failures,
             scratch=self.run.path,
             progress=merged,
+            extra_columns=self.spec.extra_columns,
         )
         self.manifest.append(
             {

@@ -26,6 +26,8 @@ RUN_FOLDER = "_bulkgen"
 _LOCK_PATIENCE_S = 0.5
 # What others than the owner may do: nothing, in a folder that holds rows and logs.
 _OTHERS = 0o077
+# What the system says of a file without a name where a file system knows none, or the kernel does not.
+_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _SENTENCES = ("message", "reason", "text")
 
 
@@ -74,7 +76,10 @@ class RunDir:
     @property
     def output(self) -> Path:
         """The output whose run folder this is."""
-        return self.path.parent if self.path.name == RUN_FOLDER else self.path.with_name(self.path.stem)
+        path = self.path
+        if path.name in ("", ".."):  # somebody stands in it, or below it
+            path = Path(os.path.normpath(path.absolute()))
+        return path.parent if path.name == RUN_FOLDER else path.with_name(path.stem)
 
     def create(self, private: bool = True) -> None:
         """Make the folder, and prove that it and what it lies in can be written to, before anything expensive begins.
@@ -103,6 +108,11 @@ class RunDir:
             raise OutputError(
                 f"{self.path}: cannot write the run folder ({what}); choose another output path or free it"
             ) from e
+
+    def temporaries(self) -> list[Path]:
+        """Files and folders that are under way to their own name, or that a process which was killed has left so."""
+        folders = (self.path, self.parts, self.plan)
+        return [path for folder in folders for path in folder.glob(".tmp-*")]
 
     @contextlib.contextmanager
     def kept_private(self) -> Iterator[None]:
@@ -153,7 +163,7 @@ class RunDir:
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                break
             except BlockingIOError:
                 # `status` holds it for an instant to see whether anybody does.
                 if time.monotonic() > until:
@@ -163,6 +173,8 @@ class RunDir:
                 raise OutputError(
                     f"{self.lock}: cannot be locked ({e.strerror or e}); the output must be on a file system with flock"
                 ) from e
+        if not os.fstat(fd).st_nlink:
+            raise HeldError(f"{self.path}: its lock was removed at this moment; look whether another run works on it")
 
     def is_held(self) -> bool:
         """Whether a process works on this run at this moment."""
@@ -195,6 +207,7 @@ class Manifest:
         """Open for appending; a last line that a crash tore is cut off, since it was never acknowledged."""
         self.path = path
         self.records, self._size = _read_whole_records(path)
+        self._torn = False  # more than `_size` bytes may be in the file
         try:
             self._file = os.fdopen(_open_to_append(path), "ab", buffering=0)
             self._file.truncate(self._size)
@@ -210,16 +223,39 @@ class Manifest:
         # ASCII alone: whatever a record holds, it can be written, and drives no terminal.
         data = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
+            self._check_place()
+            if self._torn:
+                self._take_back()
+            self._torn = True
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
+            self._torn = False
         except OSError as e:
-            # Half a record must not stand before the next one.
             with contextlib.suppress(OSError):
-                self._file.truncate(self._size)
+                self._take_back()
             raise OutputError(f"{self.path}: cannot append to the manifest ({e.strerror or e})") from e
         self._size += len(data)
         self.records.append(record)
+
+    def _check_place(self) -> None:
+        """Raise OutputError where the file is no longer the one that is read next time, or others have changed it."""
+        facts = os.fstat(self._file.fileno())
+        if not facts.st_nlink:
+            what = "was removed or replaced"
+        elif facts.st_size < self._size or (facts.st_size > self._size and not self._torn):
+            what = "was changed by others"
+        else:
+            return
+        raise OutputError(
+            f"{self.path}: {what} while the run worked; what is done since then is not on record: see what happened to "
+            "the run folder, and run again"
+        )
+
+    def _take_back(self) -> None:
+        """Cut off what was not acknowledged: half a record must not stand before the next one."""
+        self._file.truncate(self._size)
+        self._torn = False
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """All records of one kind, oldest first."""
@@ -356,15 +392,28 @@ def _make_folder(folder: Path, mode: int) -> None:
 
 
 def _probe(folder: Path) -> None:
-    """Raise OSError where a folder takes no file. Really writes one: to root, rights say nothing."""
-    probe = folder / f".tmp-probe-{os.getpid()}"
-    probe.unlink(missing_ok=True)  # of another process with this number, which was killed
-    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    """Raise OSError where a folder takes no file. Really writes one: to root, rights say nothing.
+
+    One without a name, which no crash can leave behind, where the file system has such.
+    """
+    try:
+        fd = os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        if e.errno not in _NO_NAMELESS_FILES:
+            raise
+        fd = _probe_by_name(folder)
     try:
         os.write(fd, b"bulkgen")
     finally:
         os.close(fd)
-        probe.unlink()
+
+
+def _probe_by_name(folder: Path) -> int:
+    probe = folder / f".tmp-probe-{os.getpid()}"
+    probe.unlink(missing_ok=True)  # of another process with this number, which was killed
+    fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    probe.unlink()
+    return fd
 
 
 def sync(path: Path) -> None:

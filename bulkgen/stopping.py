@@ -61,15 +61,21 @@ def _seconds_until(text: str, now: datetime) -> float:
         if re.fullmatch(r"[\d-]+", text.strip()):
             raise SpecError(f"{wrong}; a date alone does not say when on that day")
         if (clock := _TIME_OF_DAY.fullmatch(text.strip())) is not None:
-            then = now.replace(hour=int(clock[1]), minute=int(clock[2]), second=int(clock[3] or 0), microsecond=0)
-            if then <= now:
-                then += timedelta(days=1)
-        else:
-            then = datetime.fromisoformat(text.strip())
+            return _seconds_until_clock(int(clock[1]), int(clock[2]), int(clock[3] or 0), now)
         # As moments, so that a change to or from summer time in between counts.
-        return then.timestamp() - now.timestamp()
+        return datetime.fromisoformat(text.strip()).timestamp() - now.timestamp()
     except (ValueError, OverflowError, OSError):
         raise SpecError(wrong) from None
+
+
+def _seconds_until_clock(hour: int, minute: int, second: int, now: datetime) -> float:
+    """The time until a clock shows this next; it may do so twice in the night in which summer time ends."""
+    moments = []
+    for days in (0, 1):
+        then = (now + timedelta(days=days)).replace(hour=hour, minute=minute, second=second, microsecond=0, fold=0)
+        once, twice = then.timestamp(), then.replace(fold=1).timestamp()
+        moments += [once, max(once, twice)]  # a time that is left out lies, as the second, before the first
+    return min(moment for moment in moments if moment > now.timestamp()) - now.timestamp()
 
 
 class StopFlag:

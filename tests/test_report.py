@@ -40,6 +40,7 @@ PART_SCHEMA = pa.schema(
         ("error", pa.string()),
         ("warnings", pa.list_(pa.string())),
         ("attempts", pa.int32()),
+        ("answers", pa.int32()),
     ]
 )
 

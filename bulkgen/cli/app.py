@@ -256,11 +256,24 @@ def _say(text: str) -> None:
         print(visible(hushed(text), sys.stderr.encoding or "ascii", _LONGEST_SENTENCE), file=sys.stderr, flush=True)
 
 
+class _NobodyReadsError(Exception):
+    """The reader of standard output has seen enough. No OSError, since typer would end the process with 1 for it."""
+
+
+@contextlib.contextmanager
+def _pipe_watched() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as e:
+        raise _NobodyReadsError from e
+
+
 def _print(value: object) -> None:
     """A line on standard output, with nothing in it that a terminal obeys."""
     from bulkgen.report import visible
 
-    print(visible(str(value), sys.stdout.encoding or "ascii", _LONGEST_LINE))
+    with _pipe_watched():
+        print(visible(str(value), sys.stdout.encoding or "ascii", _LONGEST_LINE))
 
 
 @contextlib.contextmanager
@@ -269,7 +282,7 @@ def _for_whoever_listens() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, _NobodyReadsError):
         _hush()
 
 
@@ -292,7 +305,8 @@ def _hush() -> None:
 
 def _print_json(value: Any) -> None:
     # Escaped as far as JSON can, so that it may be looked at, in whatever encoding.
-    print(json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f"))
+    with _pipe_watched():
+        print(json.dumps(value, indent=2, default=str).replace("\x7f", "\\u007f"))
 
 
 def _console() -> Any:
@@ -300,7 +314,7 @@ def _console() -> Any:
 
     class PlainConsole(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would end the process with 1, whatever the command has to say
+            raise _NobodyReadsError  # rich would end the process with 1, whatever the command has to say
 
     return PlainConsole()
 
@@ -316,7 +330,9 @@ def _guarded(call: Callable[[], Any]) -> int:
         for line in str(e).split("\n") if isinstance(e, SpecError) else [str(e)]:
             _say(f"bulkgen: {line}")
         return e.exit_code
-    except BrokenPipeError:
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (BrokenPipeError, _NobodyReadsError):
         # The reader of a table has seen enough. A run never comes here: it prints for whoever listens.
         _hush()
         return 0

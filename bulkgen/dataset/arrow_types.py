@@ -45,7 +45,17 @@ def merge_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             if not merged.equals(known.type):
                 origin[field.name] = file
             fields[field.name] = known.with_type(merged).with_nullable(known.nullable or field.nullable)
-    return pa.schema([field if counts[name] == files else field.with_nullable(True) for name, field in fields.items()])
+    return pa.schema([field if counts[name] == files else optional(field) for name, field in fields.items()])
+
+
+def optional(field: pa.Field) -> pa.Field:
+    """A field whose column may be filled with nulls: what is in records then is null as well."""
+    arrow = field.type
+    if types.is_struct(arrow):
+        arrow = pa.struct([optional(inner) for inner in arrow])
+    elif types.is_fixed_size_list(arrow):
+        arrow = pa.list_(optional(arrow.value_field), arrow.list_size)
+    return field.with_type(arrow).with_nullable(True)
 
 
 def merge_types(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
@@ -147,12 +157,12 @@ def _merge_structs(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     fields = {field.name: field for field in a}
     for field in b:
         known = fields.get(field.name)
-        merged = field.with_nullable(True) if known is None else _merge_fields(known, field)
+        merged = optional(field) if known is None else _merge_fields(known, field)
         if merged is None:
             return None
         fields[field.name] = merged
     in_b = {field.name for field in b}
-    return pa.struct([f if f.name in in_b else f.with_nullable(True) for f in fields.values()])
+    return pa.struct([f if f.name in in_b else optional(f) for f in fields.values()])
 
 
 def _merge_fields(a: pa.Field, b: pa.Field) -> pa.Field | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from bulkgen.dataset.arrow_types import merge_schemas
+from bulkgen.dataset.arrow_types import merge_schemas, optional
 from bulkgen.dataset.damage import nothing_readable
 from bulkgen.dataset.files import InputFile
 from bulkgen.dataset.python_values import NO_PYTHON_VALUE, careful_value, python_values
@@ -67,7 +67,7 @@ class ParquetRows:
     def schema(self) -> pa.Schema:
         if not self._damaged:
             return self._schema
-        return pa.schema([field.with_nullable(True) for field in self._schema])  # damage is a row of nulls
+        return pa.schema([optional(field) for field in self._schema])  # damage is a row of nulls
 
     def _rows(self, batch: pa.RecordBatch) -> Rows:
         names = self._wanted

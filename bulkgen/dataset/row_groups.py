@@ -164,4 +164,12 @@ def _opened(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
             )
             schema = parquet.schema_arrow
             _ = schema.names  # fails where they are no UTF-8
+            _check_counts(parquet.metadata)
         yield parquet, schema
+
+
+def _check_counts(footer: pq.FileMetaData) -> None:
+    """Raise Damage where the rows of the groups are not those of the file: no row would have a number of its own."""
+    sizes = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+    if min(sizes, default=0) < 0 or sum(sizes) != footer.num_rows:
+        raise Damage(f"its footer counts {footer.num_rows} rows, and {sum(sizes)} in its row groups")

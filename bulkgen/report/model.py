@@ -37,6 +37,9 @@ class RowCounts:
     finish_other: int = column("done rows with any other finish_reason")
     empty: int = column("done rows without any text (warning empty_output)")
     empty_at_length: int = column("those of them with finish_reason length: max_tokens was spent on what is no text")
+    invalid: int = column("done rows with an answer that has not the form asked for (structured_outputs)")
+    invalid_at_length: int = column("those of them with such an answer that was cut (warning unfinished_output)")
+    answers: int = column("answers of done rows: one each, or as many as a row asks for (n)")
     retried: int = column("rows that an engine was given more than once (attempts > 1)")
 
 
@@ -47,6 +50,7 @@ class TokenCounts:
     prompt_tokens: int = column("prompt tokens of done and failed rows, cached ones included")
     cached_tokens: int = column("prompt tokens that the prefix cache held, a part of prompt_tokens")
     output_tokens: int = column("generated tokens")
+    invalid_output_tokens: int = column("generated tokens of the rows in invalid, a part of output_tokens")
 
     @property
     def total_tokens(self) -> int:
@@ -192,6 +196,7 @@ class StartReport:
     start: int | None = column("number of the start, null in the whole")
     outcome: str = column("finished, stopped, failed, killed (no end was recorded) or running; whole: the last start's")
     message: str | None = column("what the start said at its end")
+    model: str | None = column("the model that generated, whatever a row calls it; whole: the last start's")
     began_at: float | None = column("unix time of the (first) start's beginning")
     replicas: int = column("engine processes side by side; whole: the most of any start")
     rows: RowCounts

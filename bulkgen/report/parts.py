@@ -33,11 +33,14 @@ _KIND_COLUMNS = [
     pl.col("warnings").list.join(" ").alias("warnings"),
     (pl.col("attempts") > 1).fill_null(False).alias("again"),
 ]
-EMPTY_OUTPUT = "empty_output"  # the warning that results/ gives a done row without any text
+# The warnings that results/ gives done rows: without any text; with an answer that has not the form asked for.
+EMPTY_OUTPUT = "empty_output"
+UNFINISHED_OUTPUT = "unfinished_output"
+INVALID_OUTPUTS = ("invalid_output", UNFINISHED_OUTPUT)
 _LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
 _SUMS = [
     pl.len().cast(pl.Int64).alias("rows"),
-    *(pl.col(name).cast(pl.Int64).sum() for name in _TOKENS),
+    *(pl.col(name).cast(pl.Int64).sum() for name in (*_TOKENS, "answers")),
     pl.col("e2e_s").sum().alias("service_s"),
 ]
 
@@ -59,7 +62,7 @@ def sum_parts(parts: Sequence[Part]) -> pl.DataFrame:
         made_by = [
             pl.lit(n, pl.Int64).alias(name) for n, name in ((start, "start"), (plan, "plan"), (replica, "replica"))
         ]
-        scan = pl.scan_parquet([p.path for p in group]).select(*_KIND_COLUMNS, *_TOKENS, "e2e_s")
+        scan = pl.scan_parquet([p.path for p in group]).select(*_KIND_COLUMNS, *_TOKENS, "answers", "e2e_s")
         frames.append(scan.group_by(_KINDS).agg(_SUMS).with_columns(made_by))
     with _readable(parts):
         return pl.concat(pl.collect_all(frames, engine="streaming")) if frames else no_sums()
@@ -72,9 +75,10 @@ def sum_stale(parts: Sequence[Part], in_plan: InPlan) -> pl.DataFrame:
         with _readable([part]):
             stale = ~in_plan(part.path, _keys(part.path))
             if stale.any():
-                columns = ["shard", "status", "finish_reason", "error_code", "warnings", "attempts", *_TOKENS, "e2e_s"]
+                columns = ["shard", "status", "finish_reason", "error_code", "warnings", "attempts"]
+                columns += [*_TOKENS, "answers", "e2e_s"]
                 table = pl.read_parquet(part.path, columns=columns).filter(pl.Series(stale))
-                rows = table.select(*_KIND_COLUMNS, *_TOKENS, "e2e_s")
+                rows = table.select(*_KIND_COLUMNS, *_TOKENS, "answers", "e2e_s")
                 made_by = {"start": part.start, "plan": part.plan, "replica": part.replica}
                 lits = [pl.lit(n, pl.Int64).alias(name) for name, n in made_by.items()]
                 frames.append(rows.group_by(_KINDS).agg(_SUMS).with_columns(lits))
@@ -138,9 +142,10 @@ def warnings(sums: pl.DataFrame) -> Mapping[str, int]:
     return counts(codes, "warnings")
 
 
-def empty(sums: pl.DataFrame) -> pl.DataFrame:
-    """The sums of done rows without any text."""
-    return done(sums).filter(pl.col("warnings").str.split(" ").list.contains(EMPTY_OUTPUT).fill_null(False))
+def warned(sums: pl.DataFrame, *codes: str) -> pl.DataFrame:
+    """The sums of done rows with one of these warnings at least."""
+    own = pl.col("warnings").str.split(" ")
+    return done(sums).filter(pl.any_horizontal(own.list.contains(code).fill_null(False) for code in codes))
 
 
 def refusals(path: Path, rows: int) -> Mapping[str, int]:
@@ -189,7 +194,7 @@ def no_sums() -> pl.DataFrame:
             "shard": pl.Int32,
             **dict.fromkeys(strings, pl.String),
             "again": pl.Boolean,
-            **dict.fromkeys(("rows", *_TOKENS), pl.Int64),
+            **dict.fromkeys(("rows", *_TOKENS, "answers"), pl.Int64),
             "service_s": pl.Float64,
             **dict.fromkeys(("start", "plan", "replica"), pl.Int64),
         }

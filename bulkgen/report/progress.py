@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from bulkgen.report import figures
 from bulkgen.report.meter import ProgressState
+from bulkgen.secrecy import hushed
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -144,7 +145,7 @@ class Progress:
             self._stream.flush()
 
     def _safe(self, text: str) -> str:
-        return figures.visible(text, self._stream.encoding or "utf-8", limit=2000)
+        return figures.visible(hushed(text), self._stream.encoding or "utf-8", limit=2000)
 
 
 @contextlib.contextmanager

@@ -192,8 +192,16 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
         lines.append(
             ("rows empty", figures.count(rows.empty), f"done without text, {rows.empty_at_length:,} of them cut")
         )
+    if rows.invalid:
+        tokens = figures.count(whole.tokens.invalid_output_tokens)
+        cut = f"{rows.invalid_at_length:,} of them cut; {tokens} output tokens"
+        lines.append(("rows invalid", figures.count(rows.invalid), f"done, not in the form asked for, {cut}"))
+    if rows.answers > rows.done:
+        lines.append(("answers", figures.count(rows.answers), "of rows done, which may ask for several (n)"))
     if rows.retried:
         lines.append(("rows retried", figures.count(rows.retried), "an engine was given them more than once"))
+    if whole.model is not None:
+        lines.append(("model", "", f"generated the rows: {whole.model}"))
     if whole.left_out.left_out_files:
         lines.append(_left_out_line(whole.left_out))
     lines += [

@@ -98,6 +98,7 @@ def _start_report(
         start=start.number,
         outcome=outcome,
         message=start.ends[-1].get("message") if start.ends else None,
+        model=(start.began.get("settings") or {}).get("model"),
         began_at=start.began["time"],
         replicas=replicas,
         rows=replace(rows, refused=start.plans[-1]["refused"] if start.plans else 0),
@@ -136,6 +137,7 @@ def _whole_report(
         start=None,
         outcome=starts[-1].outcome if starts else "not started",
         message=starts[-1].message if starts else None,
+        model=starts[-1].model if starts else None,
         began_at=starts[0].began_at if starts else None,
         replicas=max((s.replicas for s in starts), default=0),
         rows=_input_rows(_row_counts(current), history.plan),
@@ -164,7 +166,7 @@ def _left_out(start: Start) -> LeftOut:
 def _less(sums: pl.DataFrame, stale: pl.DataFrame) -> pl.DataFrame:
     if stale.is_empty():
         return sums
-    names = ("rows", "prompt_tokens", "cached_tokens", "output_tokens", "service_s")
+    names = ("rows", "prompt_tokens", "cached_tokens", "output_tokens", "answers", "service_s")
     return pl.concat([sums, stale.select(sums.columns).with_columns(-pl.col(name) for name in names)])
 
 
@@ -173,7 +175,7 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
     by_reason = part_files.counts(done, "finish_reason")
     rows, rows_done = part_files.total(sums, "rows"), part_files.total(done, "rows")
     stop, length = by_reason.get("stop", 0), by_reason.get("length", 0)
-    empty = part_files.empty(sums)
+    empty = part_files.warned(sums, part_files.EMPTY_OUTPUT)
     return RowCounts(
         rows=rows,
         done=rows_done,
@@ -185,6 +187,9 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
         finish_other=rows_done - stop - length,
         empty=part_files.total(empty, "rows"),
         empty_at_length=part_files.total(empty.filter(pl.col("finish_reason") == "length"), "rows"),
+        invalid=part_files.total(part_files.warned(sums, *part_files.INVALID_OUTPUTS), "rows"),
+        invalid_at_length=part_files.total(part_files.warned(sums, part_files.UNFINISHED_OUTPUT), "rows"),
+        answers=part_files.total(done, "answers"),
         retried=part_files.total(sums.filter("again"), "rows"),
     )
 
@@ -200,6 +205,7 @@ def _tokens(sums: pl.DataFrame) -> TokenCounts:
         prompt_tokens=part_files.total(sums, "prompt_tokens"),
         cached_tokens=part_files.total(sums, "cached_tokens"),
         output_tokens=part_files.total(sums, "output_tokens"),
+        invalid_output_tokens=part_files.total(part_files.warned(sums, *part_files.INVALID_OUTPUTS), "output_tokens"),
     )
 
 

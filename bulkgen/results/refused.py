@@ -48,6 +48,10 @@ class RefusedWriter:
         self._flush()
         self._sink.close()
 
+    def give_up(self) -> None:
+        """Let go of a file that will not be ended."""
+        self._sink.give_up()
+
     def _flush(self) -> None:
         columns = [as_column([getattr(row, f.name) for row in self._pending], f.type) for f in REFUSED_SCHEMA]
         self._sink.write(pa.Table.from_arrays(columns, schema=REFUSED_SCHEMA))
