@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup check format test demo bench clean
+.PHONY: help setup check format test soak demo bench clean
 
 help:           ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -24,6 +24,10 @@ format: setup   ## let ruff mend what it can
 
 test: setup     ## all tests, those on real vLLM among them
 	$(BIN)/python -m pytest
+
+soak: setup     ## far more schedules of faults and random inputs than `make test` has; half an hour or more
+	$(BIN)/python -m tests.faults --seeds 50:500 --jobs 2
+	BULKGEN_RANDOM_INPUTS=10000 $(BIN)/python -m pytest tests/test_random_input.py -q
 
 demo: setup     ## the example job on real vLLM, and its report
 	$(BIN)/bulkgen run jobs/summaries.yaml

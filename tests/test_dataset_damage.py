@@ -331,3 +331,16 @@ def test_a_lack_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
     with pytest.raises(InputError, match=r"^a.parquet: takes more memory than there is \(malloc of size 9 failed\)"):
         list(dataset.rows(None))
+
+
+@pytest.mark.parametrize("number", [b"\x99\x01", b"\x98\x01"])  # -77 and 76 as a footer spells them
+def test_a_footer_that_miscounts_rows_gives_no_two_rows_one_place(tmp_path: Path, number: bytes) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": range(87)}), path, row_group_size=77)
+    pq.write_table(pa.table({"id": [99]}), tmp_path / "b.parquet")
+    content = path.read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    path.write_bytes(content[:footer] + content[footer:].replace(b"\x9a\x01", number))
+    found = read(open_dataset(["."], tmp_path))
+    assert damages(found) == [("a.parquet", 1)]
+    assert found[1:] == [("b.parquet", 1, {"id": 99})]

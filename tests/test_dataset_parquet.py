@@ -349,3 +349,17 @@ def test_a_file_that_went_away_is_told(tmp_path: Path) -> None:
     (tmp_path / "part-0.parquet").unlink()
     with pytest.raises(InputError, match=r"part-0.parquet: "):
         rows(dataset)
+
+
+def test_records_that_a_part_lacks_are_null_whatever_their_fields_must_be(tmp_path: Path) -> None:
+    """They go into the output, which has no null in a field that must not be null."""
+    inner = pa.struct([pa.field("n", pa.int64(), nullable=False), pa.field("s", pa.string())])
+    pair = pa.list_(pa.field("item", inner, nullable=False), 2)
+    records = pa.array([{"n": 1, "s": "x"}], inner)
+    pairs = pa.FixedSizeListArray.from_arrays(pa.concat_arrays([records, records]), type=pair)
+    full = pa.table({"id": [1], "record": records, "pair": pairs})
+    found = table(write(tmp_path, full, pa.table({"id": [2]})))
+    pq.write_table(found, tmp_path / "out.parquet")
+    back = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    record = {"n": 1, "s": "x"}
+    assert back == [{"id": 1, "record": record, "pair": [record, record]}, {"id": 2, "record": None, "pair": None}]

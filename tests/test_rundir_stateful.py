@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -58,11 +58,10 @@ class DiskFile(io.FileIO):
         return super().truncate(size)
 
 
-class DiskPath(PosixPath):
-    """Opens files for appending on such a disk."""
-
-    def open(self, mode: str = "r", *args: Any, **options: Any) -> Any:
-        return DiskFile(os.fspath(self), "a") if mode == "ab" else super().open(mode, *args, **options)
+def open_manifest(path: Path) -> Manifest:
+    """A manifest on such a disk."""
+    with patch("os.fdopen", lambda fd, mode, buffering: DiskFile(fd, mode)):
+        return Manifest(path)
 
 
 class ManifestMachine(RuleBasedStateMachine):
@@ -71,7 +70,7 @@ class ManifestMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.run = RunDir(Path(tempfile.mkdtemp()))
-        self.path = DiskPath(self.run.manifest)
+        self.path = self.run.manifest
         self.known: list[tuple[dict[str, Any], bool]] = []
         self.number = 0
 
@@ -81,7 +80,7 @@ class ManifestMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.manifest = Manifest(self.path)
+        self.manifest = open_manifest(self.path)
 
     def record(self, payload: dict[str, Any]) -> dict[str, Any]:
         self.number += 1
@@ -96,7 +95,7 @@ class ManifestMachine(RuleBasedStateMachine):
     @rule(payload=PAYLOADS, takes=st.integers(0, 60), can_take_back=st.booleans())
     def append_on_a_full_disk(self, payload: dict[str, Any], takes: int, can_take_back: bool) -> None:
         record = self.record(payload)
-        size = len(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()) + 1
+        size = len(json.dumps(record, separators=(",", ":"))) + 1
         with failing(takes=min(takes, size - 1), fails_truncate=not can_take_back), pytest.raises(OutputError):
             self.manifest.append(record)
 
@@ -111,7 +110,7 @@ class ManifestMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.manifest.close()
-        self.manifest = Manifest(self.path)
+        self.manifest = open_manifest(self.path)
 
     @rule(tail=TAILS)
     def crash(self, tail: bytes) -> None:
@@ -120,12 +119,12 @@ class ManifestMachine(RuleBasedStateMachine):
         with self.run.manifest.open("ab") as f:
             f.write(tail)
         self.expect(read_manifest(self.run.manifest))
-        self.manifest = Manifest(self.path)
+        self.manifest = open_manifest(self.path)
 
     @rule(payload=PAYLOADS, keep=st.integers(0, 1000))
     def crash_amid_an_append(self, payload: dict[str, Any], keep: int) -> None:
         """Any number of a record's bytes reached the disk before the machine stopped, perhaps all but the last."""
-        line = json.dumps(self.record(payload), ensure_ascii=False).encode()
+        line = json.dumps(self.record(payload)).encode()
         self.crash(line[:keep])
 
     @precondition(lambda self: self.known)
@@ -135,9 +134,9 @@ class ManifestMachine(RuleBasedStateMachine):
         self.manifest.close()
         self.run.manifest.write_bytes(data[: data.index(b"\n") + 1] + junk + data[data.index(b"\n") + 1 :])
         with pytest.raises(OutputError, match=r"manifest.jsonl:2: damaged"):
-            Manifest(self.path)
+            open_manifest(self.path)
         self.run.manifest.write_bytes(data)
-        self.manifest = Manifest(self.path)
+        self.manifest = open_manifest(self.path)
 
     @invariant()
     def nothing_is_lost_or_made_up(self) -> None:

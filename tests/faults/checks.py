@@ -119,6 +119,8 @@ class Watch:
         why = {4: ended.kinds("replica") | set(ended.sets), 6: {*ERRORS} & ended.kinds(), 75: driver & {*SIGNALS}}
         ensure(code in why, f"exit {code} is not documented, or cannot be here: {ended.err}")
         ensure(why[code], f"exit {code} without a reason: {ended.err}")
+        if code == 75 and not said and _asked_twice(ended):
+            return
         reasons = [line for line in said if line.startswith("bulkgen: ")]
         ensure(1 <= len(reasons) <= 2 and len(said) <= 3, f"exit {code} must say why in a line or two: {ended.err!r}")
         if code == 75:
@@ -277,6 +279,12 @@ class Watch:
         known = set(self._parts)
         more = [p.name for p in (self.run / "parts").glob("part-*") if p.name not in known and EXPLAINED not in p.name]
         ensure(not more, f"parts that are in no record are left: {', '.join(more)}")
+
+
+def _asked_twice(ended: Ended) -> bool:
+    """A Ctrl-C after a first signal ends a run at once, without a word."""
+    sent = sorted((f["time"], f["kind"]) for f in ended.fired if f["kind"] in SIGNALS)
+    return any(kind == "int" for _, kind in sent[1:])
 
 
 def _is_early(fired: dict[str, Any]) -> bool:
