@@ -1,9 +1,5 @@
-"""`python -m tests.kills`: a real vLLM job, killed with -9 again and again at random moments, must lose nothing.
+"""A job killed with -9 again and again at random moments must lose nothing. Prints what each kill met."""
 
-Prints what each kill met, and ends with an assertion error where a promise was broken.
-"""
-
-import argparse
 import random
 import signal
 import tempfile
@@ -32,18 +28,13 @@ def kill_once(job: Job, moment_s: float, after_commit: bool) -> bool:
     return not ended
 
 
-def main() -> None:
+def main(rows: int, kills: int, seed: int) -> None:
     """Kill, and kill again, then finish and check."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    luck = random.Random(arguments.seed)
+    luck = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        job = real_job(lambda rows=None, **sections: job_in(Path(folder), rows, **sections), arguments.rows)
+        job = real_job(lambda given=None, **sections: job_in(Path(folder), given, **sections), rows)
         keys: set[bytes] = set()
-        for number in range(arguments.kills):
+        for number in range(kills):
             after_commit = luck.random() < 0.5
             moment_s = luck.uniform(0.0, 12.0) if after_commit else luck.uniform(0.5, 25.0)
             killed = kill_once(job, moment_s, after_commit)
@@ -57,9 +48,5 @@ def main() -> None:
             )
         ended = bulkgen("run", str(job.path))
         assert ended.code == 0, ended.err
-        assert_done(job, arguments.rows)
-        print(f"finished: {arguments.rows} rows, each once; the report's sums are those of the rows")
-
-
-if __name__ == "__main__":
-    main()
+        assert_done(job, rows)
+        print(f"finished: {rows} rows, each once; the report's sums are those of the rows")
