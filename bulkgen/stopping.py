@@ -19,6 +19,9 @@ from bulkgen.errors import SpecError, Stopped
 _ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NEWS = (signal.SIGUSR1, signal.SIGUSR2)
 
+# More than this a system may not take; then the timer is set again.
+_LONGEST_TIMER_S = 30 * 86400.0
+
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhd])+")
 _TIME_OF_DAY = re.compile(r"(\d{1,2}):(\d\d)(?::(\d\d))?")
@@ -107,7 +110,7 @@ class StopFlag:
         if self._deadline is not None:
             # Not to miss it while something lasts that does not look at the flag. The timer runs by the same clock.
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._time_is_over)
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, self._deadline.at - time.monotonic()))
+            self._set_timer(self._deadline)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,8 +127,15 @@ class StopFlag:
         again = "; once more to end at once" if number == signal.SIGINT else ""
         self._stop(f"stopped by {name}", f"{name}: stopping, finished rows are being committed{again}")
 
+    @staticmethod
+    def _set_timer(deadline: Deadline) -> None:
+        signal.setitimer(signal.ITIMER_REAL, min(max(0.001, deadline.at - time.monotonic()), _LONGEST_TIMER_S))
+
     def _time_is_over(self, number: int, frame: FrameType | None) -> None:
         assert self._deadline is not None
+        if time.monotonic() < self._deadline.at:
+            self._set_timer(self._deadline)
+            return
         over = f"the time of {self._deadline.option} is over"
         self._stop(f"stopped, since {over}", f"{over}: stopping, finished rows are being committed")
 

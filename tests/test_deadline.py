@@ -161,16 +161,16 @@ def slow(make_job: MakeJob) -> Job:
     return make_job(
         prompts(300),
         output={"commit_rows": 10, "commit_s": 0.2},
-        engine={"max_num_seqs": 4, "stub": {"step_s": 0.01}},
+        engine={"max_num_seqs": 4, "stub": {"step_s": 0.05}},
         sampling={"max_tokens": 20},
     )
 
 
 def test_a_run_stops_at_its_deadline_and_goes_on(make_job: MakeJob) -> None:
     job = slow(make_job)
-    ended = job.run("--for", "4s")
+    ended = job.run("--for", "12s")
     assert ended.code == 75
-    assert "the time of --for 4s is over" in ended.err
+    assert "the time of --for 12s is over" in ended.err
     assert "of 300 rows are done and committed; run the same command again to go on" in ended.err
     assert "Traceback" not in ended.err
     assert 0 < len(job.committed_keys()) < 300
