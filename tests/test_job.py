@@ -482,7 +482,7 @@ def _text(path: Path) -> str:
 
 
 def test_a_second_run_is_told_who_holds_the_output(make_job: MakeJob) -> None:
-    job = slow(make_job)
+    job = slow(make_job, stub={"step_s": 0.1})  # not finished before the others have looked at it
     process = job.start()
     wait_for_parts(job, 1, process)
     ended = job.run()
