@@ -1,13 +1,16 @@
 """Jobs as a user writes them, run as a user runs them: in a process, from the command line."""
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -54,7 +57,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=_default_signals,
+            preexec_fn=default_signals,
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -74,13 +77,24 @@ class Job:
         parts = [self.run_folder / "parts" / part["name"] for part in self.manifest("part")]
         return [key for part in parts for key in pq.read_table(part, columns=["key"])["key"].to_pylist()]
 
+    def processes(self) -> list[Path]:
+        """Links of whoever has a file of the run open as standard output: replicas, and what they have started."""
+        found = []
+        for link in Path("/proc").glob("[0-9]*/fd/1"):
+            try:
+                if str(link.readlink()).startswith(str(self.run_folder)):
+                    found.append(link)
+            except OSError:
+                continue
+        return found
+
     def write(self, rows: Sequence[Any], name: str = "in.jsonl") -> None:
         """Write the input: a str is a line as it stands."""
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (self.folder / name).write_text("".join(line + "\n" for line in lines))
 
 
-def _default_signals() -> None:
+def default_signals() -> None:
     """As from a terminal, even where the tests run under nohup or as a shell's background job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -97,6 +111,25 @@ def bulkgen(*args: str, env: Mapping[str, str] | None = None) -> Ended:
         check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def assert_nobody_left(job: Job) -> None:
+    """No replica of the run is left, nor what it started; they may take some seconds to end."""
+    until = time.monotonic() + 10
+    while (left := job.processes()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
+
+
+def load_tool(name: str) -> ModuleType:
+    """A script of tools/, which is no package, as a module."""
+    file = Path(__file__).parents[1] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"checkout_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def prompts(number: int) -> list[dict[str, Any]]:

@@ -1,27 +1,21 @@
 """The audit of installed packages, with a stand-in for pip-audit: what fails a check, and what does not."""
 
-import importlib.util
 import json
 import subprocess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "tools" / "audit.py"
+from tests.harness import load_tool
+
 SOUND = {"name": "sound", "version": "1", "vulns": []}
 UNKNOWN = {"name": "unknown", "skip_reason": "Dependency not found on PyPI"}
 
 
 @pytest.fixture
 def audit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checkout_audit", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("audit")
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, out: str, err: str = "", code: int = 0) -> None:

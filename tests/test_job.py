@@ -15,7 +15,7 @@ import pytest
 from bulkgen.preparation import open_job_model
 from bulkgen.rundir import RunDir
 from bulkgen.spec import load_spec
-from tests.harness import Job, bulkgen, prompts
+from tests.harness import Job, assert_nobody_left, bulkgen, prompts
 
 MakeJob = Callable[..., Job]
 
@@ -392,24 +392,6 @@ def slow(make_job: MakeJob, rows: int = 300, **engine: object) -> Job:
     )
 
 
-def assert_no_process_of(job: Job) -> None:
-    """No replica of this run is left: each has the run folder's files open as its output."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        left = [p for p in Path("/proc").glob("[0-9]*/fd/1") if _points_into(p, job.run_folder)]
-        if not left:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"left behind: {left}")
-
-
-def _points_into(link: Path, folder: Path) -> bool:
-    try:
-        return str(link.readlink()).startswith(str(folder))
-    except OSError:
-        return False
-
-
 def test_killed_again_and_again_no_row_is_lost_or_done_twice(make_job: MakeJob) -> None:
     job = slow(make_job, replicas=2)
     for _ in range(4):
@@ -417,7 +399,7 @@ def test_killed_again_and_again_no_row_is_lost_or_done_twice(make_job: MakeJob) 
         wait_for_parts(job, len(job.manifest("part")) + 2 if job.run_folder.exists() else 2, process)
         process.kill()
         process.communicate()
-        assert_no_process_of(job)
+        assert_nobody_left(job)
     assert job.run().code == 0
     assert_whole(job, [row["id"] for row in prompts(300)])
     report = json.loads(bulkgen("report", str(job.output), "--json").out)
@@ -453,7 +435,7 @@ def test_a_signal_commits_what_is_finished_and_exits_75(make_job: MakeJob, numbe
     assert time.monotonic() - began < 10
     assert number.name in out
     assert "run the same command again" in out
-    assert_no_process_of(job)
+    assert_nobody_left(job)
     assert 0 < len(job.committed_keys()) < 300
     assert job.manifest("end")[-1]["outcome"] == "stopped"
     assert job.run().code == 0
@@ -474,7 +456,7 @@ def test_a_second_ctrl_c_ends_at_once(make_job: MakeJob) -> None:
     process.communicate(timeout=30)
     assert process.returncode == 75
     assert time.monotonic() - began < 2
-    assert_no_process_of(job)
+    assert_nobody_left(job)
 
 
 def _text(path: Path) -> str:

@@ -69,18 +69,6 @@ def assert_done(job: Job, number: int) -> None:
         assert whole[name] == sum(row[name] for row in rows)
 
 
-def processes_of(job: Job) -> list[Path]:
-    """Processes that write to a file in the run folder: the replicas and what they started."""
-    found = []
-    for link in Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            if str(link.readlink()).startswith(str(job.run_folder)):
-                found.append(link)
-        except OSError:
-            continue
-    return found
-
-
 def wait_until(true: Callable[[], Any], seconds: float) -> None:
     until = time.monotonic() + seconds
     while not true():
@@ -131,7 +119,7 @@ def test_killed_with_its_driver_and_gone_on_with(make_job: MakeJob) -> None:
     wait_until(lambda: committed(job) >= 2, 120)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    wait_until(lambda: not processes_of(job), 10)
+    wait_until(lambda: not job.processes(), 10)
     before = len(job.committed_keys())
     assert 0 < before < 64
     assert job.run().code == 0
@@ -143,7 +131,7 @@ def test_two_replicas_share_the_cores_and_one_may_die(make_job: MakeJob) -> None
     job = real_job(make_job, 64, replicas=2)
     process = job.start()
     wait_until(lambda: committed(job) and len(job.manifest("ready")) == 2, 180)
-    victim = min(int(p.parts[2]) for p in processes_of(job) if p.readlink().name == "engine-1.log")
+    victim = min(int(p.parts[2]) for p in job.processes() if p.readlink().name == "engine-1.log")
     assert_on_their_own_cores(job)
     os.kill(victim, signal.SIGKILL)
     out, _ = process.communicate(timeout=300)
@@ -155,7 +143,7 @@ def test_two_replicas_share_the_cores_and_one_may_die(make_job: MakeJob) -> None
 
 def assert_on_their_own_cores(job: Job) -> None:
     """Each replica computes on one core that is its own, with one thread that is always busy."""
-    pids = {link.readlink().name: int(link.parts[2]) for link in processes_of(job)}
+    pids = {link.readlink().name: int(link.parts[2]) for link in job.processes()}
     assert sorted(pids) == ["engine-0.log", "engine-1.log"]
     assert len({frozenset(os.sched_getaffinity(pid)) for pid in pids.values()}) == 2
     half = len(os.sched_getaffinity(0)) // 2

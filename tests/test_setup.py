@@ -1,6 +1,5 @@
 """Set-up of a checkout, without installing anything: what it would run, and what it says where it cannot."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.harness import load_tool
 
 FILE = Path(__file__).parents[1] / "tools" / "setup.py"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -26,12 +27,7 @@ class Commands(list[list[str]]):
 
 @pytest.fixture
 def setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checkout_setup", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("setup")
 
 
 @pytest.fixture

@@ -17,15 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cases.outcomes import Rows
+from tests.cases.outcomes import run as run_to_end
 from tests.harness import Job
 
 MakeJob = Callable[..., Job]
 
 BOM = codecs.BOM_UTF8
 CURE = "fetch or write the file again, then run again"
-
-
-Rows = list[dict[str, Any]]
 
 
 def put(job: Job, name: str, content: bytes | str | pa.Table | Rows, **settings: Any) -> Path:
@@ -61,15 +60,7 @@ def questions(first: int, end: int) -> Rows:
 
 def run(job: Job, code: int) -> Rows:
     """Run a job, which must end with `code`; its rows, after a check that they add up and answer their prompts."""
-    ended = job.run()
-    assert ended.code == code, ended.out + ended.err
-    rows = job.rows()
-    failures = job.failures()
-    assert {row["status"] for row in rows} <= {"done", "failed"}
-    assert [row["row_key"] for row in rows if row["status"] == "failed"] == [row["row_key"] for row in failures]
-    assert len({row["row_key"] for row in rows}) == len(rows)
-    keys = job.committed_keys()
-    assert len(set(keys)) == len(keys)
+    rows = run_to_end(job, code)
     if "template" not in job.spec["input"]:
         assert all(row["text"] == f"echo:{row['prompt']}" for row in rows if row["status"] == "done")
     return rows

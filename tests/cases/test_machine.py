@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness import Ended, Job, bulkgen
+from tests.harness import Ended, Job, assert_nobody_left, bulkgen, default_signals
 
 MakeJob = Callable[..., Job]
 
@@ -53,7 +53,7 @@ class Begun:
                 stdin=subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,
-                preexec_fn=_default_signals,
+                preexec_fn=default_signals,
                 env={**os.environ, "PYTHONPATH": str(HOOK), **more, **(env or {})},
             )
 
@@ -82,11 +82,6 @@ class Begun:
         return Ended(self.process.returncode, out, self.err.read_text())
 
 
-def _default_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def records(job: Job, kind: str) -> list[dict[str, Any]]:
     """Whole records of the manifest, also while a run works or after it was killed."""
     manifest = job.run_folder / "manifest.jsonl"
@@ -97,25 +92,6 @@ def records(job: Job, kind: str) -> list[dict[str, Any]]:
 def stage(job: Job) -> str:
     path = job.run_folder / "progress.json"
     return str(json.loads(path.read_text())["stage"]) if path.exists() else ""
-
-
-def processes_of(job: Job) -> list[Path]:
-    """Whoever has a file of the run's open as its standard output: replicas, and what they have started."""
-    found = []
-    for link in Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            if str(link.readlink()).startswith(str(job.run_folder)):
-                found.append(link)
-        except OSError:
-            continue
-    return found
-
-
-def assert_nobody_left(job: Job) -> None:
-    end = time.monotonic() + 10
-    while (left := processes_of(job)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not left
 
 
 def assert_whole(job: Job, rows: list[dict[str, Any]] = ROWS) -> None:
@@ -157,7 +133,7 @@ REPORT = "bulkgen.report.files:write_reports:1"
 def start_engine_for_ever(job: Job) -> Begun:
     """A run whose engine does not get ready, met while it loads."""
     run = Begun(job, "--set", "engine.stub.start_s=600")
-    run.until(lambda: stage(job) == "starting" and processes_of(job), "engine start")
+    run.until(lambda: stage(job) == "starting" and job.processes(), "engine start")
     return run
 
 
@@ -286,7 +262,7 @@ def test_59_usr1_is_a_question_and_not_the_end(make_job: MakeJob) -> None:
         run.process.send_signal(number)
     run.until(lambda: run.has_said("generating: "), "news")
     # Schedulers signal every process of a job; the driver alone decides.
-    for link in processes_of(job):
+    for link in job.processes():
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(int(link.parts[2]), number)
     ended = run.ended()

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cases.outcomes import outcomes, run
 from tests.harness import Job, bulkgen
 from tests.test_job import wait_for_parts
 
@@ -40,21 +41,8 @@ def batch_job(make_job: MakeJob, rows: Sequence[Any] | None, **sections: Any) ->
     return make_job(rows, **{**sections, "input": {**BATCH, **sections.get("input", {})}})
 
 
-def run(job: Job, code: int, *options: str) -> list[dict[str, Any]]:
-    """Run a job, which must end with `code`; its rows, after a check that rows and failures add up."""
-    ended = job.run(*options)
-    assert ended.code == code, ended.out + ended.err
-    assert "Traceback" not in ended.err
-    rows = job.rows()
-    assert [row["row_key"] for row in rows if row["status"] == "failed"] == [row["row_key"] for row in job.failures()]
-    assert len({row["row_key"] for row in rows}) == len(rows)
-    keys = job.committed_keys()
-    assert len(set(keys)) == len(keys)
-    return rows
-
-
 def outcome(rows: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    return {row["custom_id"]: row["error_code"] or row["status"] for row in rows}
+    return outcomes(rows, "custom_id")
 
 
 def sent(rows: Sequence[Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:

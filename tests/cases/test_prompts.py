@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bulkgen.engine.demo_model import prepare_demo_model
+from tests.cases.outcomes import outcomes
+from tests.cases.outcomes import run as run_to_end
 from tests.harness import Ended, Job, bulkgen
 
 MakeJob = Callable[..., Job]
@@ -47,14 +49,7 @@ def chat_file(job: Job, template: str) -> str:
 
 def run(job: Job, code: int, *options: str) -> Outcome:
     """Run a job that must end with `code`: what became of each row by its id, once it is sure that all add up."""
-    ended = job.run(*options)
-    assert ended.code == code, ended.out + ended.err
-    rows, failures = job.rows(), job.failures()
-    assert {row["status"] for row in rows} <= {"done", "failed"}
-    assert [row["row_key"] for row in rows if row["status"] == "failed"] == [row["row_key"] for row in failures]
-    for keys in (job.committed_keys(), [row["row_key"] for row in rows]):
-        assert len(set(keys)) == len(keys)
-    return {row["id"]: row["error_code"] or row["status"] for row in rows}
+    return outcomes(run_to_end(job, code, *options))
 
 
 def answers(job: Job) -> dict[str, str]:

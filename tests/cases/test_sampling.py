@@ -4,37 +4,20 @@ answers, forms; whole runs on the stub engine, each with rows near to it."""
 import json
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cases.outcomes import Rows, outcomes, run
 from tests.harness import Job, bulkgen
 from tests.test_job import wait_for_parts
 
 MakeJob = Callable[..., Job]
 
-Rows = list[dict[str, Any]]
-
 N: dict[str, Any] = {"column": "n", "default": 2}
-
-
-def run(job: Job, code: int, *options: str) -> list[dict[str, Any]]:
-    """Run a job, which must end with `code`; its rows, after a check that rows and failures add up."""
-    ended = job.run(*options)
-    assert ended.code == code, ended.out + ended.err
-    assert "Traceback" not in ended.err
-    rows = job.rows()
-    assert [row["row_key"] for row in rows if row["status"] == "failed"] == [row["row_key"] for row in job.failures()]
-    keys = job.committed_keys()
-    assert len(set(keys)) == len(keys) or "--retry" in options
-    return rows
-
-
-def outcome(rows: Sequence[dict[str, Any]], key: str = "id") -> dict[str, str]:
-    return {row[key]: row["error_code"] or row["status"] for row in rows}
 
 
 def texts(row: dict[str, Any]) -> list[str]:
@@ -87,7 +70,7 @@ WRONG_N = ("zero", "negative", "text", "half", "huge")
 def test_43_n_greater_than_one(make_job: MakeJob) -> None:
     job = make_job(ASKED, sampling={"n": N, "temperature": 1})
     out = run(job, 3)
-    assert outcome(out) == {**dict.fromkeys(SAMPLES, "done"), **dict.fromkeys(WRONG_N, "bad_sampling")}
+    assert outcomes(out) == {**dict.fromkeys(SAMPLES, "done"), **dict.fromkeys(WRONG_N, "bad_sampling")}
     for row in out:
         if row["status"] == "done":
             assert texts(row) == echoes(row["prompt"], SAMPLES[row["id"]])
@@ -109,7 +92,7 @@ def test_43_n_in_parquet_where_a_column_with_nulls_is_of_floats(make_job: MakeJo
     table = pa.table({"id": ["a", "b", "c"], "prompt": ["p", "q", "r"], "n": pa.array([3.0, None, 0.0])})
     pq.write_table(table, job.folder / "in.parquet")
     out = run(job, 3)
-    assert outcome(out) == {"a": "done", "b": "done", "c": "bad_sampling"}
+    assert outcomes(out) == {"a": "done", "b": "done", "c": "bad_sampling"}
     assert (texts(out[0]), texts(out[1])) == (echoes("p", 3), echoes("q", 2))
 
 
@@ -134,7 +117,7 @@ def test_43_an_engine_that_gives_too_few_samples(make_job: MakeJob, attempts: in
     engine = {"max_attempts": attempts, "stub": {"short": ["ask a", "ask f"]}}
     job = make_job(ASKED[:4] + ASKED[-1:], sampling={"n": N}, engine=engine)
     out = run(job, 3)
-    assert outcome(out) == {
+    assert outcomes(out) == {
         "a": "missing_samples", "b": "done", "c": "done", "null": "done", "f": "missing_samples",
     }  # fmt: skip
     assert {row["id"]: row["attempts"] for row in out} == {"a": attempts, "b": 1, "c": 1, "null": 1, "f": attempts}
@@ -198,7 +181,7 @@ def test_43_a_row_of_several_samples_that_kills_the_engine_is_singled_out(make_j
     rows: Rows = [{"id": f"r{i:02d}", "prompt": f"ask {i:02d}", "n": 1 + i % 4} for i in range(20)]
     job = make_job(rows, sampling={"n": {"column": "n"}}, engine={"max_num_seqs": 8, "stub": {"poison": ["ask 11"]}})
     out = run(job, 3)
-    assert outcome(out) == {row["id"]: "poison" if row["id"] == "r11" else "done" for row in rows}
+    assert outcomes(out) == {row["id"]: "poison" if row["id"] == "r11" else "done" for row in rows}
     assert all(texts(row) == echoes(row["prompt"], row["n"]) for row in out if row["id"] != "r11")
 
 
@@ -207,7 +190,7 @@ def test_43_a_row_whose_samples_never_end_is_taken_out_whole(make_job: MakeJob) 
     engine = {"max_num_seqs": 8, "row_timeout_s": 1.5, "stub": {"stuck": ["ask 05"], "step_s": 0.001}}
     job = make_job(rows, sampling={"n": 3}, engine=engine)
     out = run(job, 3)
-    assert outcome(out) == {row["id"]: "row_timeout" if row["id"] == "r05" else "done" for row in rows}
+    assert outcomes(out) == {row["id"]: "row_timeout" if row["id"] == "r05" else "done" for row in rows}
     assert all(texts(row) == echoes(row["prompt"], 3) for row in out if row["id"] != "r05")
 
 
@@ -217,7 +200,7 @@ def test_43_more_samples_than_the_engine_holds(make_job: MakeJob) -> None:
     sampling = {"n": {"column": "n"}, "max_tokens": 40}
     job = make_job(rows, sampling=sampling, engine={"max_num_seqs": 8, "stub": {"kv_tokens": 256}})
     out = run(job, 3)
-    assert outcome(out) == {"many": "done", "big": "larger_than_kv_cache"}
+    assert outcomes(out) == {"many": "done", "big": "larger_than_kv_cache"}
     assert texts(out[0]) == echoes("ask many", 200)
 
 
@@ -271,7 +254,7 @@ def test_44_with_samples_and_columns(make_job: MakeJob) -> None:
     sampling = {"logprobs": {"column": "top"}, "n": 2}
     job = make_job(rows, sampling=sampling, engine={"stub": {"neg_inf": ["-inf"], "output_tokens": 2}})
     out = run(job, 3)
-    assert outcome(out) == {
+    assert outcomes(out) == {
         "none": "done", "own": "done", "two": "done", "wrong": "bad_sampling", "negative": "bad_sampling",
     }  # fmt: skip
     none, own, two = out[:3]
@@ -304,7 +287,7 @@ def test_45_empty_output_at_length(make_job: MakeJob, sampling: dict[str, Any]) 
     price = {"usd_per_hour": 3.6}
     job = make_job(rows, sampling={**sampling, "max_tokens": 64}, engine={"max_attempts": 3, "stub": stub}, price=price)
     out = run(job, 0)
-    assert outcome(out) == dict.fromkeys(("a", "think", "silent", "d"), "done")
+    assert outcomes(out) == dict.fromkeys(("a", "think", "silent", "d"), "done")
     told = {row["id"]: (row["text"], row["finish_reason"], row["output_tokens"], row["warnings"]) for row in out}
     assert told["think"] == ("", "length", 64, ["empty_output"])
     assert told["silent"] == ("", "stop", 1, ["empty_output"])
@@ -422,7 +405,7 @@ def test_50_forms_from_a_column_good_and_bad_side_by_side(make_job: MakeJob) -> 
     rows.sort(key=lambda row: len(row["id"]))  # good and bad ones mixed
     job = make_job(rows, sampling={"structured_outputs": {"column": "form"}})
     out = run(job, 3)
-    assert outcome(out) == {**dict.fromkeys(FORMS, "done"), **dict.fromkeys(BAD_FORMS, "bad_schema")}
+    assert outcomes(out) == {**dict.fromkeys(FORMS, "done"), **dict.fromkeys(BAD_FORMS, "bad_schema")}
     assert {row["id"]: row["valid"] for row in out if row["status"] == "done"} == {
         "schema": True, "text": True, "choice": True, "object": True, "regex": True,
         "other regex": False, "grammar": None, "none": None,
@@ -470,7 +453,7 @@ def test_50_forms_of_batch_lines(make_job: MakeJob) -> None:
     job = make_job(rows, input=BATCH, sampling={"structured_outputs": {"choice": ["default"]}})
     out = run(job, 3)
     bad = dict.fromkeys(("both", *BAD_FORMATS), "bad_schema")
-    assert outcome(out, "custom_id") == {**dict.fromkeys(("object", "plain", "vllm", "choice"), "done"), **bad}
+    assert outcomes(out, "custom_id") == {**dict.fromkeys(("object", "plain", "vllm", "choice"), "done"), **bad}
     told = {row["custom_id"]: row["text"] for row in out if row["status"] == "done"}
     assert told == {"object": '{"answer": 0}', "plain": "echo:json plain", "vllm": '{"a": 0}', "choice": "yes"}
     assert [row["valid"] for row in out[:4]] == [True, None, True, True]
@@ -491,7 +474,7 @@ def test_ignore_eos_from_a_column(make_job: MakeJob) -> None:
         engine={"stub": {"echo_params": True}},
     )
     out = run(job, 3)
-    assert outcome(out) == {"yes": "done", "null": "done", "number": "bad_sampling"}
+    assert outcomes(out) == {"yes": "done", "null": "done", "number": "bad_sampling"}
     assert [json.loads(row["text"])["ignore_eos"] for row in out[:2]] == [True, False]
 
 

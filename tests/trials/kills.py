@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.conftest import job_in
 from tests.harness import Job, bulkgen
-from tests.test_real import assert_done, committed, processes_of, real_job, wait_until
+from tests.test_real import assert_done, committed, real_job, wait_until
 
 
 def kill_once(job: Job, moment_s: float, after_commit: bool) -> bool:
@@ -24,7 +24,7 @@ def kill_once(job: Job, moment_s: float, after_commit: bool) -> bool:
     ended = process.poll() is not None
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    wait_until(lambda: not processes_of(job), 10)
+    wait_until(lambda: not job.processes(), 10)
     return not ended
 
 
