@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -95,16 +95,21 @@ class _Uncommitted:
 
 @dataclass(slots=True)
 class _Offered:
-    """A row that is in the engine: of which shard, since when (monotonic seconds), for which time, in how many answers.
+    """A row for the engine: of which shard, in it since when (monotonic seconds), for which time, with which sampling.
 
-    The engine holds a sequence for each of these.
+    Without any sampling it was never sent.
     """
 
     shard: int
     row: PlannedRow
     since: float = 0.0
     attempt: int = 0
-    answers: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> int:
+        """How many the engine holds for it: one for each answer."""
+        return self.sampling.get("n") or 1 if self.sampling else 0
 
 
 class Replica:
@@ -196,10 +201,9 @@ class Replica:
             offered.since, offered.attempt = now, self._plan.offers.begin(row.ordinal)
             self._in_engine[row.ordinal] = offered
             if self._fits(row):
-                sampling = self._sampling(row)
-                offered.answers = sampling.get("n") or 1
-                self._sequences += offered.answers
-                requests.append(Request(row.ordinal, row.tokens.tolist(), sampling))
+                offered.sampling = offered.sampling or self._sampling(row)
+                self._sequences += offered.sequences
+                requests.append(Request(row.ordinal, row.tokens.tolist(), offered.sampling))
             else:
                 self._finish(Failure(row.ordinal, "larger_than_kv_cache", self._why_too_large(row)))
         if requests:
@@ -272,11 +276,10 @@ class Replica:
     def _finish(self, result: Completion | Failure) -> None:
         """A row has come out of the engine: it is done, failed, or to be tried again."""
         offered = self._in_engine.pop(result.index)
-        self._sequences -= offered.answers
-        offered.answers = 0
+        self._sequences -= offered.sequences
         row = offered.row
         if isinstance(result, Completion):
-            result = judged(result, self._sampling(row))
+            result = judged(result, offered.sampling)
         self._plan.offers.end(row.ordinal, done=isinstance(result, Completion))
         if isinstance(result, Failure) and result.transient and offered.attempt < self._work.max_attempts:
             self._again.append(offered)
