@@ -14,6 +14,7 @@ from bulkgen.errors import RowError
 from bulkgen.prompt.composing import Draft
 from bulkgen.prompt.encoding import Encoded, Encoder
 from bulkgen.prompt.messages import ASSISTANT, SYSTEM_ROLES
+from bulkgen.prompt.pieces import pieces
 from bulkgen.prompt.sandbox import Composing
 from bulkgen.prompt.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ class Cutter:
 
     def cut(self, rows: Sequence[TooLong], check_stop: Callable[[], None]) -> list[Encoded | RowError | None]:
         """Each row's prompt, no longer than its limit; None where cutting does not bring it there."""
-        return [result for piece in _pieces(rows) for result in self._cut(piece, check_stop)]
+        return [result for piece in _together(rows) for result in self._cut(piece, check_stop)]
 
     def _cut(self, rows: Sequence[TooLong], check_stop: Callable[[], None]) -> list[Encoded | RowError | None]:
         results: list[Encoded | RowError | None] = [None] * len(rows)
@@ -123,16 +124,9 @@ class Cutter:
         }
 
 
-def _pieces(rows: Sequence[TooLong]) -> Iterator[list[TooLong]]:
+def _together(rows: Sequence[TooLong]) -> Iterator[list[TooLong]]:
     """The rows, so many at once that what is known of each of their tokens does not fill the memory."""
-    piece: list[TooLong] = []
-    for row in rows:
-        piece.append(row)
-        if sum(row.tokens for row in piece) >= _PIECE_TOKENS:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+    return pieces(rows, lambda row: row.tokens, _PIECE_TOKENS)
 
 
 def _with_text(draft: Draft, message: int, text: str) -> Draft:

@@ -1,6 +1,6 @@
 """Rendering: a batch of rows in, as many prompts or refusals out, in the same order."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bulkgen.errors import RowError, SpecError
@@ -10,6 +10,7 @@ from bulkgen.prompt.cutting import Cutter, TooLong
 from bulkgen.prompt.encoding import Encoded, Encoder
 from bulkgen.prompt.identity import KeyMaker, canonical, identity
 from bulkgen.prompt.model import Model
+from bulkgen.prompt.pieces import pieces
 from bulkgen.prompt.sandbox import LIMIT, Composing, InProcess, Limits, Sandbox
 from bulkgen.prompt.source import PromptSource
 from bulkgen.prompt.tokenizer import Tokenizer
@@ -42,18 +43,8 @@ def _never() -> None:
     """Nobody asks for a stop."""
 
 
-def _pieces(texts: Iterable[Composed | RowError]) -> Iterator[list[Composed | RowError]]:
-    """The texts, so many at once that it is worth while and their tokens do not fill the memory."""
-    piece: list[Composed | RowError] = []
-    size = 0
-    for text in texts:
-        piece.append(text)
-        size += len(text.text) if isinstance(text, Composed) else 0
-        if size >= _PIECE_CHARACTERS:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
+def _characters(text: Composed | RowError) -> int:
+    return len(text.text) if isinstance(text, Composed) else 0
 
 
 class Renderer:
@@ -116,7 +107,9 @@ class Renderer:
         """The prompt of each row; one that leaves no room for output is cut, or only counted."""
         encoded: list[Encoded | RowError | _Overlong] = []
         to_cut: dict[int, TooLong] = {}
-        for texts in _pieces(self._composing.each("compose", rows, check_stop)):
+        composed = self._composing.each("compose", rows, check_stop)
+        # Tokens take far more memory than the text that they are of.
+        for texts in pieces(composed, _characters, _PIECE_CHARACTERS):
             for text, result in zip(texts, self._encoder.encode(texts), strict=True):
                 if isinstance(result, RowError) or len(result.tokens) < self._max_model_len:
                     encoded.append(result)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from bulkgen.errors import BulkgenError, RowError, SpecError, Stopped
 from bulkgen.prompt.composing import Composer, Reads, Setup
+from bulkgen.prompt.pieces import pieces
 
 LIMIT = "template_limit"
 SIZE = struct.Struct(">Q")
@@ -243,16 +244,7 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 
 def _chunks(items: Sequence[Any]) -> Iterator[list[bytes]]:
     """The items as bytes, so many at once that the other process has work and neither has much of it in memory."""
-    chunk: list[bytes] = []
-    size = 0
-    for item in items:
-        chunk.append(_pickled(item))
-        size += len(chunk[-1])
-        if len(chunk) >= _CHUNK_ROWS or size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    return pieces(map(_pickled, items), len, _CHUNK_BYTES, _CHUNK_ROWS)
 
 
 def _pickled(item: Any) -> bytes:
