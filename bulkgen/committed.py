@@ -33,6 +33,19 @@ def committed_parts(run: RunDir, records: Sequence[Mapping[str, Any]]) -> list[C
     return parts[::-1]
 
 
+# The records by which a run's results become others.
+_TURNS = ("plan", "retry", "changed", "merging", "merged")
+
+
+def last_merge(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """What is on record about the last merge, if nothing came after it.
+
+    A plan or a merge that has begun and not ended may be of another spec, and have replaced files already.
+    """
+    turn = next((record for record in reversed(records) if record["record"] in _TURNS), None)
+    return turn if turn is not None and turn["record"] == "merged" else None
+
+
 class Committed:
     """The results of a run that count, by its manifest at the time of each call."""
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ import yaml
 
 from bulkgen import __version__
 from bulkgen.accounts import last_price, summarize_run
-from bulkgen.committed import Committed
+from bulkgen.committed import Committed, last_merge
 from bulkgen.dataset import DataSet
 from bulkgen.engine.launcher import LocalLauncher
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
@@ -137,11 +137,9 @@ class _Start:
 
     def finished(self) -> Outcome | None:
         """The outcome of the last merge, if nothing came after it and what it was made from and wrote is the same."""
-        done = [r for r in self.manifest.records if r["record"] in ("plan", "retry", "changed", "merging", "merged")]
-        # A plan or a merge that has begun and not ended may be of another spec, and have replaced files already.
-        if not done or done[-1]["record"] != "merged":
+        last = last_merge(self.manifest.records)
+        if last is None:
             return None
-        last = done[-1]
         if (last["made_of"], last["files"]) != (self._made_of(), self._written_files()):
             return None
         if last_price(self.manifest.records) != self.spec.price.usd_per_hour:
@@ -400,7 +398,7 @@ class _Start:
         )
         return self.manifest.records[-1]
 
-    def _outcome(self, merged: dict[str, Any], note: str) -> Outcome:
+    def _outcome(self, merged: Mapping[str, Any], note: str) -> Outcome:
         report = summarize_run(self.run, self.manifest.records)
         write_reports(report, self.run)
         refuse_empty(self.spec, self.dataset, merged["rows"])
