@@ -27,16 +27,13 @@ InPlan = Callable[[Path, npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
 _KINDS = ("shard", "status", "finish_reason", "error_code", "warnings", "again")
-# A row's kinds as polars reads them off a part: its warnings as one text, and whether it took several attempts.
-_KIND_COLUMNS = [
+# What is read of a row: its kinds, with its warnings as one text and whether it took several attempts, and figures.
+_READ = [
     *(pl.col(name) for name in ("shard", "status", "finish_reason", "error_code")),
     pl.col("warnings").list.join(" ").alias("warnings"),
     (pl.col("attempts") > 1).fill_null(False).alias("again"),
+    *(pl.col(name) for name in (*_TOKENS, "answers", "e2e_s")),
 ]
-# The warnings that results/ gives done rows: without any text; with an answer that has not the form asked for.
-EMPTY_OUTPUT = "empty_output"
-UNFINISHED_OUTPUT = "unfinished_output"
-INVALID_OUTPUTS = ("invalid_output", UNFINISHED_OUTPUT)
 _LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
 _SUMS = [
     pl.len().cast(pl.Int64).alias("rows"),
@@ -62,7 +59,7 @@ def sum_parts(parts: Sequence[Part]) -> pl.DataFrame:
         made_by = [
             pl.lit(n, pl.Int64).alias(name) for n, name in ((start, "start"), (plan, "plan"), (replica, "replica"))
         ]
-        scan = pl.scan_parquet([p.path for p in group]).select(*_KIND_COLUMNS, *_TOKENS, "answers", "e2e_s")
+        scan = pl.scan_parquet([p.path for p in group]).select(_READ)
         frames.append(scan.group_by(_KINDS).agg(_SUMS).with_columns(made_by))
     with _readable(parts):
         return pl.concat(pl.collect_all(frames, engine="streaming")) if frames else no_sums()
@@ -75,10 +72,7 @@ def sum_stale(parts: Sequence[Part], in_plan: InPlan) -> pl.DataFrame:
         with _readable([part]):
             stale = ~in_plan(part.path, _keys(part.path))
             if stale.any():
-                columns = ["shard", "status", "finish_reason", "error_code", "warnings", "attempts"]
-                columns += [*_TOKENS, "answers", "e2e_s"]
-                table = pl.read_parquet(part.path, columns=columns).filter(pl.Series(stale))
-                rows = table.select(*_KIND_COLUMNS, *_TOKENS, "answers", "e2e_s")
+                rows = pl.scan_parquet(part.path).select(_READ).collect().filter(pl.Series(stale))
                 made_by = {"start": part.start, "plan": part.plan, "replica": part.replica}
                 lits = [pl.lit(n, pl.Int64).alias(name) for name, n in made_by.items()]
                 frames.append(rows.group_by(_KINDS).agg(_SUMS).with_columns(lits))

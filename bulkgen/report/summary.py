@@ -10,6 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
+from bulkgen.records import EMPTY_OUTPUT, INVALID_OUTPUT, UNFINISHED_OUTPUT
 from bulkgen.report import parts as part_files
 from bulkgen.report import timeline as samples
 from bulkgen.report.history import History, Plan, Record, Start, sort_records
@@ -175,7 +176,7 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
     by_reason = part_files.counts(done, "finish_reason")
     rows, rows_done = part_files.total(sums, "rows"), part_files.total(done, "rows")
     stop, length = by_reason.get("stop", 0), by_reason.get("length", 0)
-    empty = part_files.warned(sums, part_files.EMPTY_OUTPUT)
+    empty = part_files.warned(sums, EMPTY_OUTPUT)
     return RowCounts(
         rows=rows,
         done=rows_done,
@@ -187,8 +188,8 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
         finish_other=rows_done - stop - length,
         empty=part_files.total(empty, "rows"),
         empty_at_length=part_files.total(empty.filter(pl.col("finish_reason") == "length"), "rows"),
-        invalid=part_files.total(part_files.warned(sums, *part_files.INVALID_OUTPUTS), "rows"),
-        invalid_at_length=part_files.total(part_files.warned(sums, part_files.UNFINISHED_OUTPUT), "rows"),
+        invalid=part_files.total(part_files.warned(sums, UNFINISHED_OUTPUT, INVALID_OUTPUT), "rows"),
+        invalid_at_length=part_files.total(part_files.warned(sums, UNFINISHED_OUTPUT), "rows"),
         answers=part_files.total(done, "answers"),
         retried=part_files.total(sums.filter("again"), "rows"),
     )
@@ -205,7 +206,9 @@ def _tokens(sums: pl.DataFrame) -> TokenCounts:
         prompt_tokens=part_files.total(sums, "prompt_tokens"),
         cached_tokens=part_files.total(sums, "cached_tokens"),
         output_tokens=part_files.total(sums, "output_tokens"),
-        invalid_output_tokens=part_files.total(part_files.warned(sums, *part_files.INVALID_OUTPUTS), "output_tokens"),
+        invalid_output_tokens=part_files.total(
+            part_files.warned(sums, UNFINISHED_OUTPUT, INVALID_OUTPUT), "output_tokens"
+        ),
     )
 
 

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bulkgen.records import Completion, Failure
+from bulkgen.records import INVALID_OUTPUT, UNFINISHED_OUTPUT, Completion, Failure
 from bulkgen.spec import STRUCTURED, fits
 
 MISSING_SAMPLES = "missing_samples"
-EMPTY_OUTPUT = "empty_output"
-INVALID_OUTPUT, UNFINISHED_OUTPUT = "invalid_output", "unfinished_output"
 
 
 def judged(answer: Completion, sampling: Mapping[str, Any]) -> Completion | Failure:
