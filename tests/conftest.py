@@ -1,5 +1,6 @@
 """Fixtures shared by the tests."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ import pytest
 import yaml
 
 from tests.harness import Job
+
+# Users do not have it, and it hides what happens to output that nobody reads.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -297,10 +297,19 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def _hush() -> None:
-    """Let what is left in the buffer of standard output go nowhere."""
+def _hush(stream: TextIO | None = None) -> None:
+    """Let what is left in the buffer of a stream, standard output unless told, go nowhere."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+
+
+def _settle() -> None:
+    """Hush whom nobody listens to. Python would flush them once more as it ends, and make 120 of the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            _hush(stream)
 
 
 def _print_json(value: Any) -> None:
@@ -365,4 +374,6 @@ def main() -> None:
     """Entry point of the `bulkgen` command."""
     _open_standard_streams()
     command = typer.main.get_command(app)
-    sys.exit(_guarded(lambda: command.main(standalone_mode=False)))
+    code = _guarded(lambda: command.main(standalone_mode=False))
+    _settle()
+    sys.exit(code)
