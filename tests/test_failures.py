@@ -90,10 +90,13 @@ def test_number_and_code(make_job: MakeJob) -> None:
     assert counts(some) == {"bad_json": 1, "missing_column": 1}
     assert some["failed"] == 4  # of the run
     assert [f["code"] for f in some["first"]] == ["bad_json", "missing_column"]
-    none = failures(job, "--code", "nonsense")
+    none = failures(job, "--code", "poison")
     assert none.code == 0
     assert "none with such a code; there are: empty_prompt, bad_json, missing_column" in none.out
     assert failures(job, "-n", "-1").code == 2
+    wrong = failures(job, "--code", "emty_prompt")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "--code emty_prompt: no such code; did you mean empty_prompt?" in wrong.err
 
 
 def test_nothing_failed(make_job: MakeJob) -> None:

@@ -130,6 +130,15 @@ def test_retry_does_what_is_named_and_nothing_else(make_job: MakeJob) -> None:
     assert len(job.committed_keys()) == 60 + len(failed)
 
 
+@pytest.mark.parametrize(("wrong", "meant"), [("fialed", "failed"), ("truncatd", "truncated"), ("poisson", "poison")])
+def test_retry_of_what_does_not_exist(make_job: MakeJob, wrong: str, meant: str) -> None:
+    job = make_job(prompts(3))
+    ended = job.run("--retry", wrong)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"--retry {wrong}: no such code; did you mean {meant}?" in ended.err
+    assert not job.run_folder.exists()
+
+
 def test_retry_of_truncated_rows_with_more_tokens(make_job: MakeJob) -> None:
     job = make_job(prompts(60))
     job.run()

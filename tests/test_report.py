@@ -159,6 +159,7 @@ class Run:
             done=done,
             failed=len(rows) - done,
             **tokens,
+            write_s=0.25,
             first_offered_at=offered,
             last_completed_at=completed,
         )
@@ -241,7 +242,7 @@ class TestOneStart:
         one_start(run)
         seconds = run.report().whole.seconds
         assert (seconds.plan_s, seconds.start_s, seconds.generate_s) == (1.5, 20.0, 10.0)
-        assert (seconds.merge_s, seconds.wall_s, seconds.lost_s) == (0.5, 33.0, 0.0)
+        assert (seconds.write_s, seconds.merge_s, seconds.wall_s, seconds.lost_s) == (0.5, 0.5, 33.0, 0.0)
 
     def test_speed_is_over_generation(self, run: Run) -> None:
         one_start(run)

@@ -12,7 +12,6 @@ import pytest
 
 from bulkgen.errors import HeldError, OutputError
 from bulkgen.rundir import Manifest, RunDir, RunLog, read_manifest, whole_file
-from bulkgen.secrecy import HIDDEN, is_secret, keep_secret
 
 
 @pytest.fixture
@@ -282,32 +281,3 @@ def test_any_text_can_be_put_on_record_and_drives_no_terminal(run: RunDir) -> No
     for path in (run.manifest, run.log):
         assert path.read_bytes().isascii()
         assert b"\x1b" not in path.read_bytes()
-
-
-def test_secrets_in_sentences_are_not_written_down(run: RunDir) -> None:
-    keep_secret({"SOME_API_KEY": "a-long-secret", "HOME": "not-secret-at-all", "OTHER_TOKEN": "short"})
-    manifest = Manifest(run.manifest)
-    manifest.append(
-        {"record": "end", "message": "401 for a-long-secret, short, not-secret-at-all", "name": "a-long-secret"}
-    )
-    manifest.close()
-    RunLog(run.log).write("said", text="a-long-secret")
-    assert read_manifest(run.manifest)[-1]["message"] == f"401 for {HIDDEN}, short, not-secret-at-all"
-    assert read_manifest(run.manifest)[-1]["name"] == "a-long-secret"
-    assert "a-long-secret" not in run.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [
-        *(
-            (name, True)
-            for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "DB_PASSWORD", "GITHUB_PAT")
-        ),
-        *((name, True) for name in ("OPENAI_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "api-key", "SENTRY_DSN", "MY_PWD")),
-        *((name, False) for name in ("max_tokens", "tokenizer", "TOKENIZERS_PARALLELISM", "PWD2", "OLDPWD", "PATH")),
-        *((name, False) for name in ("max_num_batched_tokens", "KEYBOARD", "monkey", "VLLM_LOGGING_LEVEL", "")),
-    ],
-)
-def test_names_that_say_that_their_value_is_secret(name: str, secret: bool) -> None:
-    assert is_secret(name) == secret

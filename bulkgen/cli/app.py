@@ -105,12 +105,15 @@ def run(
         kept = _nothing_yet
         try:
             with stop.at_once():
+                from bulkgen.codes import RETRIABLE, check_codes
                 from bulkgen.job import Options, run_job
                 from bulkgen.limits import FailureLimit
                 from bulkgen.spec import load_spec
 
                 limit = FailureLimit.parse(max_failures)
-                options = Options(changed=changed, retry=tuple(retry or ()), failure_limit=limit)
+                options = Options(
+                    changed=changed, retry=check_codes("--retry", retry or (), RETRIABLE), failure_limit=limit
+                )
                 spec = load_spec(job, overrides or [])
             kept = partial(_how_far, spec.output_path)
             outcome = run_job(spec, progress, options, stop)
@@ -173,10 +176,11 @@ def failures(
     ] = None,
 ) -> None:
     """Show which rows failed and why, while a run works or afterwards, and get them out."""
+    from bulkgen.codes import ERRORS, check_codes
     from bulkgen.failing import export_failures, failure_json, failure_lines, load_failures
     from bulkgen.rundir import RunDir
 
-    found = load_failures(RunDir.locate(output), codes or ())
+    found = load_failures(RunDir.locate(output), check_codes("--code", codes or (), ERRORS))
     if export is not None:
         for line in export_failures(found, export):
             _say(line)

@@ -78,6 +78,7 @@ class Seconds:
     plan_s: float = column("reading, rendering, counting and cutting shards")
     start_s: float = column("engine start, until the first replica was ready; a slower one ends inside generate_s")
     generate_s: float = column("first request offered to last committed completion, restarts in between included")
+    write_s: float = column("writing part files, added up over the replicas; the engines go on meanwhile")
     merge_s: float = column("putting the output together")
     wall_s: float = column("from a start's beginning to its end, or to its last trace where it was killed")
     lost_s: float = column(

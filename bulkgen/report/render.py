@@ -213,6 +213,7 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
             figures.seconds(seconds.generate_s),
             "first request offered to last completion",
         ),
+        ("  parts", figures.seconds(seconds.write_s), "writing them, all replicas; beside generation"),
         ("  merge", figures.seconds(seconds.merge_s), "putting the output together"),
         ("rows/s", figures.rate(whole.speed.rows_per_s), "generation"),
         ("output tokens/s", figures.rate(whole.speed.output_tokens_per_s), "generation"),

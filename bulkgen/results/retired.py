@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from bulkgen.codes import TRUNCATED
 from bulkgen.errors import OutputError
 from bulkgen.records import DONE, FAILED
 from bulkgen.results.columns import KEY_TYPE, as_keys
@@ -14,7 +15,6 @@ from bulkgen.results.spool import CommittedPart
 from bulkgen.rundir import whole_file
 
 Keys = npt.NDArray[np.bytes_]
-TRUNCATED = "truncated"
 
 
 def keys_of_done(part: CommittedPart) -> Keys:
