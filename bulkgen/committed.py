@@ -2,6 +2,9 @@
 
 A retry is a record in the manifest and a file of row keys: rows of earlier parts with these keys no longer count, so
 that they are generated again; their results stay in the parts, as work that was done.
+
+Where settings changed and what is done is to be kept, a record names a file of the rows that were done: key and hash of
+the row's own content. A row of a later plan with the same identity and content takes such a key, and so the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from bulkgen.plan import Plan
-from bulkgen.results import CommittedPart, keys_of_done, keys_to_retry, load_keys, read_keys, write_keys
+from bulkgen.prompt import ContentHash
+from bulkgen.results import (
+    CommittedPart,
+    keys_of_done,
+    keys_to_retry,
+    load_kept,
+    load_keys,
+    read_keys,
+    write_kept,
+    write_keys,
+)
 from bulkgen.rundir import Manifest, RunDir
 
 Keys = npt.NDArray[np.bytes_]
@@ -60,9 +73,38 @@ class Committed:
     def mark(self, plan: Plan) -> None:
         """Bring a plan to what the manifest says is committed."""
         self._replay(plan)
+        record = self._kept_record()
+        if record is not None:
+            kept = load_kept(self._run.parts / record["name"], record["rows"])
+            if plan.adopt(kept["key"], kept["content"]):
+                self._replay(plan)
+
+    @property
+    def kept_columns(self) -> ContentHash | None:
+        """What to hash of the rows of a plan, to find those again whose results are kept; None where none are."""
+        record = self._kept_record()
+        return None if record is None else ContentHash(record["columns"])
+
+    def _kept_record(self) -> Mapping[str, Any] | None:
+        # The last choice counts: one to keep has on record all that was kept before, one to do all again ends that.
         choices = self._manifest.of("changed")
-        if choices and choices[-1]["choice"] == "keep" and plan.adopt(self._kept(plan)):
-            self._replay(plan)
+        return choices[-1] if choices and choices[-1]["choice"] == "keep" else None
+
+    def keep(self, plan: Plan) -> dict[str, Any]:
+        """Put aside which rows are done, by the plan that they are of. Returns what belongs on record about it.
+
+        What was done before the user last chose to do all rows again is not among them. Raises OutputError.
+        """
+        self.mark(plan)
+        records = self._manifest.records
+        anew = [i for i, r in enumerate(records) if r["record"] == "changed" and r["choice"] == "again"]
+        parts = committed_parts(self._run, records[max(anew, default=0) :])
+        done = np.concatenate([np.empty(0, "S16"), *map(keys_of_done, parts)])
+        ordinals = plan.lookup(done)
+        done, ordinals = done[ordinals >= 0], ordinals[ordinals >= 0]
+        name = f"kept-{len(self._manifest.of('changed')) + 1:04d}.rows"
+        write_kept(self._run.parts / name, done, plan.contents_of(ordinals))
+        return {"name": name, "rows": len(done), "columns": plan.facts["content_columns"]}
 
     def _replay(self, plan: Plan) -> None:
         plan.forget_commits()
@@ -73,17 +115,6 @@ class Committed:
             elif entry["record"] == "retry":
                 ordinals = plan.lookup(load_keys(self._run.parts / entry["name"], entry["rows"]))
                 plan.reopen(ordinals[ordinals >= 0])
-
-    def _kept(self, plan: Plan) -> Keys:
-        """Keys of done rows that the plan does not know, since other settings made them, the latest first.
-
-        What was made before the user last chose to do all rows again is not among them.
-        """
-        records = self._manifest.records
-        anew = [i for i, r in enumerate(records) if r["record"] == "changed" and r["choice"] == "again"]
-        keys = [keys_of_done(part) for part in reversed(committed_parts(self._run, records[max(anew, default=0) :]))]
-        done = np.concatenate(keys) if keys else np.empty(0, "S16")
-        return done[plan.lookup(done) < 0]
 
     def retry(self, what: Sequence[str], start: int) -> int:
         """Let rows go again: `failed`, `truncated` (cut at max_tokens), or an error or warning code.

@@ -25,7 +25,7 @@ from bulkgen.accounts import last_price, summarize_run
 from bulkgen.committed import Committed, last_merge
 from bulkgen.dataset import DataSet
 from bulkgen.engine.launcher import LocalLauncher
-from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, Stopped
+from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, OutputError, Stopped
 from bulkgen.generation import Generation
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, load_plan
@@ -41,7 +41,7 @@ from bulkgen.preparation import (
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
 from bulkgen.report import Progress, ProgressState, Report, write_reports
-from bulkgen.results import merge
+from bulkgen.results import merge, output_files
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
 from bulkgen.seat import Limits, ReplicaSetup
 from bulkgen.secrecy import keep_secret, without_secrets
@@ -81,7 +81,7 @@ def run_job(spec: JobSpec, progress: Progress, options: Options, stop: StopFlag)
     Raises Stopped when `stop` asks for it, and the other BulkgenErrors for what makes going on impossible; whatever
     was committed until then stays committed.
     """
-    keep_secret(spec.engine.env)
+    keep_secret({**spec.engine.args, **spec.engine.env})
     with stop.at_once():
         run = RunDir.of_output(spec.output_path)
         dataset = open_data(spec)
@@ -153,29 +153,39 @@ class _Start:
         """
         choice = options.changed
         if check_settings(self.spec, self.settings, self.manifest.records, choice):
-            self.manifest.append(
-                {
-                    "record": "changed",
-                    "start": self.number,
-                    "choice": choice,
-                    "settings_key": settings_key(self.settings),
-                }
-            )
+            kept = self.committed.keep(self._plan_of_done()) if choice == "keep" else {}
+            key = settings_key(self.settings)
+            record = {"record": "changed", "start": self.number, "choice": choice, "settings_key": key}
+            self.manifest.append(record | kept)
         self.failure_limit = options.failure_limit
         if options.retry:
             rows = self.committed.retry(options.retry, self.number)
             self.say(f"{rows} rows go again ({', '.join(options.retry)})" if rows else "no row to go again")
+
+    def _plan_of_done(self) -> Plan:
+        """The plan of the rows that were done so far. Raises OutputError where it is no longer there."""
+        try:
+            return load_plan(self.run.plan, "driver", check=True)
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise OutputError(
+                f"{self.run.plan}: the plan of the rows that are done is missing or damaged, and without it nobody can "
+                "tell which rows are the same; run the job once with the settings as they were, which makes it again, "
+                "or choose --changed again"
+            ) from e
 
     def _made_of(self) -> str:
         """What shapes the output: rows, prompts, model and sampling, and how the output is laid out."""
         output = self.spec.output
         return _digest(self.content_key, output.column, output.file_rows)
 
-    def _written_files(self) -> dict[str, int]:
-        """Sizes of the files that a merge leaves behind, those that are there."""
-        output = self.spec.output_path
-        files = [output] if output.suffix == ".parquet" else sorted(output.glob("part-*.parquet"))
-        return {path.name: path.stat().st_size for path in (*files, self.run.failures) if path.is_file()}
+    def _written_files(self) -> dict[str, list[int]]:
+        """Sizes and times of the files that a merge leaves behind, those that are there."""
+        facts = {
+            path.name: path.stat()
+            for path in (*output_files(self.spec.output_path), self.run.failures)
+            if path.is_file()
+        }
+        return {name: [fact.st_size, fact.st_mtime_ns] for name, fact in facts.items()}
 
     def go(self) -> Outcome:
         """Plan, generate what is pending, merge, report; how it ended is on record in any case."""
@@ -252,6 +262,7 @@ class _Start:
                 self.failure_limit,
                 self.stop.check,
                 self._show_planning,
+                self.committed.kept_columns,
             )
         self.committed.mark(plan)
         pending = [plan.pending(shard) for shard in plan.shards]
@@ -276,12 +287,14 @@ class _Start:
 
     def _plan_made_from(self) -> str:
         """What shapes the plan: the rows as sent, and how they are cut into shards."""
-        return _digest(self.content_key, self.spec.shards.model_dump(mode="json"), self.spec.engine.replicas)
+        kept = self.committed.kept_columns
+        shards = self.spec.shards.model_dump(mode="json")
+        return _digest(self.content_key, shards, self.spec.engine.replicas, kept and [kept.columns])
 
     def _planned_before(self) -> Plan | None:
-        """The plan that an earlier start left, if it is of the same input and settings."""
+        """The plan that an earlier start left, if it is whole, and of the same input and settings."""
         try:
-            plan = load_plan(self.run.plan, "driver")
+            plan = load_plan(self.run.plan, "driver", check=True)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return plan if plan.facts["made_from"] == self._plan_made_from() else None
@@ -355,8 +368,7 @@ class _Start:
 
     def _merge(self, plan: Plan) -> dict[str, Any]:
         """Put results and input together in input order; returns what is on record about it."""
-        if open_data(self.spec).fingerprint != self.dataset.fingerprint:
-            raise Stopped("the input changed while the job ran; run it again, only what is new will be generated")
+        self._check_input()
         began = time.monotonic()
         state = ProgressState(rows=plan.rows, refused=plan.refused)
         self._show("merging", state)
@@ -381,6 +393,7 @@ class _Start:
             scratch=self.run.path,
             progress=merged,
             extra_columns=self.spec.extra_columns,
+            check=self._check_input,
         )
         self.manifest.append(
             {
@@ -397,6 +410,10 @@ class _Start:
             }
         )
         return self.manifest.records[-1]
+
+    def _check_input(self) -> None:
+        if open_data(self.spec).fingerprint != self.dataset.fingerprint:
+            raise Stopped("the input changed while the job ran; run it again, only what is new will be generated")
 
     def _outcome(self, merged: Mapping[str, Any], note: str) -> Outcome:
         report = summarize_run(self.run, self.manifest.records)

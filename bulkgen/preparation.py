@@ -3,7 +3,7 @@ can be made without one. A job that cannot work should end here, in seconds.
 """
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +16,8 @@ from bulkgen.engine.devices import Share, divide
 from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
-from bulkgen.prompt import BatchRenderer, Model, PromptSource, Renderer, open_model, way_round
-from bulkgen.records import RefusedRow
+from bulkgen.prompt import BatchRenderer, ContentHash, Model, PromptSource, Renderer, open_model, way_round
+from bulkgen.records import BadRow, RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir, read_manifest
 from bulkgen.seat import ReplicaSetup
@@ -32,10 +32,21 @@ def open_data(spec: JobSpec) -> DataSet:
 
 def open_job_model(spec: JobSpec, say: Callable[[str], None]) -> Model:
     """The model's tokenizer and facts, not its weights; the demo model is prepared if it was not yet."""
-    folder = prepare_demo_model(say) if spec.model == "demo" else spec.base / Path(spec.model).expanduser()
-    model = open_model(spec.model, spec.revision, folder if folder.is_dir() else None)
+    model = open_model(spec.model, spec.revision, _model_folder(spec, say))
     # What the stub makes up must never stand for answers of the model whose tokenizer it borrows.
     return replace(model, fingerprint=f"{spec.engine.kind}:{model.fingerprint}")
+
+
+def _model_folder(spec: JobSpec, say: Callable[[str], None]) -> Path | None:
+    """Where the model lies on this machine, None for one that must be a hub's."""
+    if spec.model == "demo":
+        return prepare_demo_model(say)
+    try:
+        folder = spec.base / Path(spec.model).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError) as e:  # a name too long for a file, or a user who does not exist
+        reason = e.strerror if isinstance(e, OSError) else str(e).rstrip(".")
+        raise SpecError(f"model {spec.model[:200]}: cannot be looked up ({reason}); give a hub id or a folder") from e
 
 
 def context_length(spec: JobSpec, model: Model) -> int:
@@ -114,26 +125,31 @@ def plan_rows(
     limit: FailureLimit,
     check_stop: Callable[[], None],
     show: Callable[[int, int], None],
+    kept: ContentHash | None = None,
 ) -> Plan:
     """Read, render and count every row, once, into a new plan folder.
 
-    `facts` say what the plan is made from; `show` is told rows read and rows refused so far.
+    `facts` say what the plan is made from; `show` is told rows read and rows refused so far; `kept` says what to hash
+    of rows so that those are found whose results are kept.
     Raises SpecError when a column that the job names is in no row at all, TooManyFailures when more rows are refused
     than `limit` allows.
     """
     renderer = open_job_renderer(spec, model, check_stop)
     if (known := dataset.known_columns()) is not None:
         check_columns(spec, renderer.required, known)
+    own = ContentHash(renderer.columns)
+    kept = kept or own
+    read = None if own.columns is None or kept.columns is None else {*own.columns, *kept.columns}
     writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)))
     refused: RefusedWriter | None = None
     try:
         refused = RefusedWriter(writer.folder / run.refused.name)
         rows = 0
         first_refused: RefusedRow | None = None
-        for batch in dataset.rows(renderer.columns):
+        for batch in dataset.rows(read):
             check_stop()
             rendered = renderer.render(batch, check_stop)
-            writer.add(rendered)
+            writer.add(rendered, [_contents(row, own, kept) for row in batch.rows])
             refused.add([row for row in rendered if isinstance(row, RefusedRow)])
             rows += len(rendered)
             first_refused = first_refused or next((r for r in rendered if isinstance(r, RefusedRow)), None)
@@ -147,12 +163,19 @@ def plan_rows(
             check_columns(spec, renderer.required, dataset.columns_seen())
         check_models(spec, dataset, renderer, rows - refused.rows)
         (writer.folder / run.schema.name).write_bytes(schema.serialize().to_pybytes())
-        return writer.finish(facts, spec.shards.rows(), spec.engine.replicas)
+        return writer.finish(facts | {"content_columns": own.columns}, spec.shards.rows(), spec.engine.replicas)
     except BaseException:
         if refused is not None:
             refused.give_up()
         writer.discard()
         raise
+
+
+def _contents(row: Mapping[str, Any] | BadRow, own: ContentHash, kept: ContentHash) -> tuple[int, int]:
+    if isinstance(row, BadRow):
+        return 0, 0
+    content = own.of(row)
+    return content, content if kept.columns == own.columns else kept.of(row)
 
 
 def check_models(spec: JobSpec, dataset: DataSet, renderer: Renderer, sent: int) -> None:

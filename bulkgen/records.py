@@ -11,6 +11,9 @@ ROW_KEY_BYTES = 16
 # The first half of a key is a hash of the row's identity alone; see prompt/identity.py.
 IDENTITY_BYTES = ROW_KEY_BYTES // 2
 
+# As far as a plan counts how often an engine failed a row.
+MOST_ATTEMPTS = 63
+
 DONE = "done"
 FAILED = "failed"
 

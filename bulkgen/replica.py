@@ -280,10 +280,12 @@ class Replica:
         row = offered.row
         if isinstance(result, Completion):
             result = judged(result, offered.sampling)
-        self._plan.offers.end(row.ordinal, done=isinstance(result, Completion))
-        if isinstance(result, Failure) and result.transient and offered.attempt < self._work.max_attempts:
-            self._again.append(offered)
-            return
+        if isinstance(result, Failure) and result.transient:
+            if self._plan.offers.fail(row.ordinal) < self._work.max_attempts:
+                self._again.append(offered)
+                return
+        else:
+            self._plan.offers.end(row.ordinal, done=isinstance(result, Completion))
         about = About(
             key=row.key,
             shard=offered.shard,

@@ -20,7 +20,7 @@ from bulkgen import __version__
 from bulkgen.errors import HeldError, OutputError
 from bulkgen.secrecy import hushed
 
-FORMAT = 2
+FORMAT = 3
 RUN_SUFFIX = ".bulkgen"
 RUN_FOLDER = "_bulkgen"
 _LOCK_PATIENCE_S = 0.5
@@ -91,6 +91,8 @@ class RunDir:
         try:
             made += [folder for folder in (self.parts, self.path, *self.path.parents) if not folder.exists()]
             _make_folder(self.path, 0o700 if private else 0o777)
+            if private:
+                _refuse_others(self.path)
             _refuse_links(self.path)
             self.parts.mkdir(0o700 if private else 0o777, exist_ok=True)
             if private:
@@ -363,6 +365,16 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield entry
             if entry.is_dir(follow_symlinks=False):
                 yield from _entries(Path(entry.path))
+
+
+def _refuse_others(folder: Path) -> None:
+    """Whoever owns a folder may look into it, whatever is in it, and put other things in their place."""
+    facts = folder.lstat()
+    if facts.st_uid != os.geteuid():
+        raise OutputError(
+            f"{folder}: belongs to another user (number {facts.st_uid}), who could read the rows; choose another "
+            "output.path, or set output.private: false where that is in order"
+        )
 
 
 def _refuse_links(folder: Path) -> None:

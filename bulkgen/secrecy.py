@@ -19,7 +19,8 @@ _SECRET = re.compile(
     r"|(^|[_-])(key|pat|dsn|cookie)$|[_-]pwd$",
     re.IGNORECASE,
 )
-_PASSWORD_IN_URL = re.compile(r"(?<=://)([^\s/?#:@]*):([^\s/?#@]+)@")
+# A password may hold an @ itself. A token may stand alone, in the place of the user's name.
+_PASSWORD_IN_URL = re.compile(r"(?<=://)(?:([^\s/?#:@\"]*:)[^\s/?#\"]+|[^\s/?#:@\"]{20,})@")
 _SHORTEST = 8
 _values: list[str] = []
 
@@ -57,7 +58,7 @@ def hushed(text: str) -> str:
     for value in _values:
         if value in text:
             text = text.replace(value, HIDDEN)
-    return _PASSWORD_IN_URL.sub(rf"\1:{HIDDEN}@", text) if "://" in text else text
+    return _PASSWORD_IN_URL.sub(rf"\1{HIDDEN}@", text) if "://" in text else text
 
 
 keep_secret(os.environ)

@@ -40,8 +40,8 @@ def check_settings(spec: JobSpec, now: Mapping[str, Any], records: Sequence[Reco
     if changes and choice is None:
         raise SpecError(
             f"{spec.source}: the rows that are done were made with other settings: {'; '.join(changes)}. Choose: "
-            "--changed again generates all rows anew, --changed keep leaves done rows as they are and uses the new "
-            "settings for the rest, and another output.path starts a run of its own"
+            "--changed again generates all rows with these, --changed keep leaves done rows as they are and uses the "
+            "new settings for the rest, and another output.path starts a run of its own"
         )
     return bool(changes)
 

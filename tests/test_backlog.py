@@ -17,7 +17,7 @@ ROWS = 60
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     writer = PlanWriter(tmp_path / "plan", bucket_edges(None, 4096))
-    writer.add([Prompt(i, i.to_bytes(16, "big"), [1] * (10 + i * 7), 5, "{}") for i in range(ROWS)])
+    writer.add([Prompt(i, i.to_bytes(16, "big"), [1] * (10 + i * 7), 5, "{}") for i in range(ROWS)], [(0, 0)] * ROWS)
     return writer.finish({"made_from": "test"}, 9, 2)
 
 

@@ -363,3 +363,11 @@ def test_records_that_a_part_lacks_are_null_whatever_their_fields_must_be(tmp_pa
     back = pq.read_table(tmp_path / "out.parquet").to_pylist()
     record = {"n": 1, "s": "x"}
     assert back == [{"id": 1, "record": record, "pair": [record, record]}, {"id": 2, "record": None, "pair": None}]
+
+
+def test_old_timestamps_keep_their_dates(tmp_path: Path) -> None:
+    dates = [dt.datetime(1, 1, 1), dt.datetime(2024, 5, 6, 7, 8, 9, 123456), dt.datetime(9999, 12, 31), None]
+    old = pa.table({"d": pa.array(dates, pa.timestamp("us"))})
+    dataset = write(tmp_path, old, use_deprecated_int96_timestamps=True)
+    assert [row["d"] for row in rows(dataset) if isinstance(row, dict)] == dates
+    assert table(dataset).column("d").to_pylist() == dates

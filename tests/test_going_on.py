@@ -103,13 +103,82 @@ def test_keeping_leaves_failed_rows_to_the_new_settings(make_job: MakeJob) -> No
     assert done.items() < rows.items()
 
 
-def test_equal_ids_are_kept_each_once(make_job: MakeJob) -> None:
-    rows = [{"id": "same", "prompt": f"text {i % 2}"} for i in range(6)]
-    job = make_job(rows)
+def answers(job: Job) -> list[tuple[str, str]]:
+    """Prompt and answer of each row."""
+    return [(row["prompt"], row["text"]) for row in job.rows()]
+
+
+def echoed(*texts: str) -> list[tuple[str, str]]:
+    return [(text, f"echo:{text}") for text in texts]
+
+
+NINE = ("--set", "sampling.max_tokens=9")
+TEN = ("--set", "sampling.max_tokens=10")
+
+
+def test_equal_ids_are_kept_each_with_its_own_answer(make_job: MakeJob) -> None:
+    rows = [{"id": "same", "prompt": f"text {i % 4}"} for i in range(6)]
+    job = make_job(rows, engine={"stub": {"shuffle": True}})
     job.run()
-    assert job.run("--set", "sampling.max_tokens=9", "--changed", "keep").code == 0
+    assert job.run(*NINE, "--changed", "keep").code == 0
     assert len(job.committed_keys()) == 6
     assert len({row["row_key"] for row in job.rows()}) == 6
+    assert answers(job) == echoed(*(row["prompt"] for row in rows))
+
+
+@pytest.mark.parametrize("row_id", ["id", None])
+def test_rows_that_changed_are_not_kept(make_job: MakeJob, row_id: str | None) -> None:
+    job = make_job([{"id": i, "prompt": text} for i, text in enumerate(["a", "b", "c"])], input={"id": row_id})
+    job.run()
+    # With the settings, and in a later start.
+    job.write([{"id": i, "prompt": text} for i, text in enumerate(["a", "B", "c"])])
+    assert job.run(*NINE, "--changed", "keep").code == 0
+    assert answers(job) == echoed("a", "B", "c")
+    assert len(job.committed_keys()) == 4
+    job.write([{"id": i, "prompt": text} for i, text in enumerate(["a", "B", "C"])])
+    assert job.run(*NINE).code == 0
+    assert answers(job) == echoed("a", "B", "C")
+    assert len(job.committed_keys()) == 5
+    # A row in front: without ids all the others are at another place.
+    job.write([{"id": i, "prompt": text} for i, text in ((9, "new"), (0, "a"), (1, "B"), (2, "C"))])
+    assert job.run(*NINE).code == 0
+    assert answers(job) == echoed("new", "a", "B", "C")
+    # What was kept and what was not is kept when settings change once more.
+    done = len(job.committed_keys())
+    assert job.run(*TEN, "--changed", "keep").code == 0
+    assert answers(job) == echoed("new", "a", "B", "C")
+    assert len(job.committed_keys()) == done
+
+
+def test_rows_are_known_again_where_the_prompt_takes_other_columns(make_job: MakeJob) -> None:
+    def rows(b: str, lang: str) -> list[dict[str, Any]]:
+        return [{"id": 0, "prompt": "a", "lang": "en"}, {"id": 1, "prompt": b, "lang": lang}]
+
+    job = make_job(rows("b", "en"))
+    job.run()
+    other = ("--set", "input.prompt=null", "--set", "input.template='{{ lang }} {{ prompt }}'")
+    job.write(rows("b", "de"))  # no column that was in the prompt then
+    assert job.run(*other, "--changed", "keep").code == 0
+    assert [text for _, text in answers(job)] == ["echo:a", "echo:b"]
+    job.write(rows("B", "de"))
+    assert job.run(*other).code == 0
+    assert [text for _, text in answers(job)] == ["echo:a", "echo:de B"]
+    job.write(rows("B", "fr"))  # a column of the prompt that made this answer
+    assert job.run(*other, *NINE, "--changed", "keep").code == 0
+    assert [text for _, text in answers(job)] == ["echo:a", "echo:fr B"]
+
+
+def test_nothing_is_kept_by_guesswork(make_job: MakeJob) -> None:
+    job = make_job(prompts(5))
+    job.run()
+    (job.run_folder / "plan" / "plan.json").unlink()
+    ended = job.run(*NINE, "--changed", "keep")
+    assert ended.code == 6
+    assert "run the job once with the settings as they were" in ended.err
+    job.output.unlink()
+    assert job.run().code == 0  # makes the plan again, generates nothing
+    assert job.run(*NINE, "--changed", "keep").code == 0
+    assert len(job.committed_keys()) == 5
 
 
 def test_retry_does_what_is_named_and_nothing_else(make_job: MakeJob) -> None:
@@ -251,3 +320,27 @@ def test_a_row_has_its_key_wherever_it_stands(make_job: MakeJob, tmp_path: Path)
     other.run()
     keys = [{row["id"]: row["row_key"] for row in j.rows()} for j in (job, other)]
     assert keys[0] == keys[1]
+
+
+def test_other_files_in_an_output_folder_stay(make_job: MakeJob) -> None:
+    job = make_job(prompts(5), output={"path": "out/"})
+    job.run()
+    ours = job.output / "part-00000.parquet"
+    others = [job.output / name for name in ("part-00000-saved.parquet", "part-9.parquet", "part-00007.parquet")]
+    for other in others:
+        other.write_bytes(ours.read_bytes())
+    (job.output / "part-00007.parquet.bulkgen").mkdir()  # the output of another job
+    assert job.run(*NINE, "--changed", "again").code == 0
+    assert all(other.exists() for other in others)
+    begun = len(job.manifest("start"))
+    assert job.run(*NINE).code == 0
+    assert len(job.manifest("start")) == begun  # nothing to do
+
+
+def test_an_output_that_was_written_over_is_made_again(make_job: MakeJob) -> None:
+    job = make_job(prompts(5))
+    job.run()
+    whole_output = job.output.read_bytes()
+    job.output.write_bytes(bytes(len(whole_output)))
+    assert job.run().code == 0
+    assert job.output.read_bytes() == whole_output

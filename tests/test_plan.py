@@ -23,7 +23,8 @@ def refused(ordinal: int) -> RefusedRow:
 def write(folder: Path, rows: list[Prompt | RefusedRow], target_rows: int | None = 10, replicas: int = 1) -> Plan:
     writer = PlanWriter(folder / "plan", bucket_edges(None, 4096))
     for i in range(0, len(rows), 7):
-        writer.add(rows[i : i + 7])
+        some = rows[i : i + 7]
+        writer.add(some, [(1000 + row.ordinal, row.ordinal // 2) for row in some])
     return writer.finish({"made_from": "test"}, target_rows, replicas)
 
 
@@ -119,7 +120,7 @@ def test_a_plan_without_rows_is_a_plan(tmp_path: Path) -> None:
 
 def test_a_writer_that_never_finished_leaves_no_plan(tmp_path: Path) -> None:
     writer = PlanWriter(tmp_path / "plan", [10])
-    writer.add([prompt(0, 3)])
+    writer.add([prompt(0, 3)], [(0, 0)])
     writer.discard()
     assert list(tmp_path.iterdir()) == []
     assert write(tmp_path, [prompt(0, 3)]).rows == 1
@@ -146,9 +147,29 @@ def test_offers_tell_what_was_in_an_engine_when_it_died(tmp_path: Path) -> None:
     assert (in_engine.tolist(), done.tolist()) == ([1, 2], [0])
     assert [a.tolist() for a in plan.offers.take_back(np.arange(6))] == [[], []]
     assert [plan.offers.attempts(i) for i in range(4)] == [1, 2, 1, 0]
-    for _ in range(100):
+    for _ in range(300):
         plan.offers.begin(5)
-    assert plan.offers.attempts(5) == 63
+    assert plan.offers.attempts(5) == 255
+
+
+def test_only_failures_count_against_a_row(tmp_path: Path) -> None:
+    plan = write(tmp_path, [prompt(i, 20) for i in range(3)])
+    replica = load_plan(plan.folder, "replica")
+    for _ in range(3):  # of a death each
+        replica.offers.begin(0)
+        plan.offers.take_back(np.arange(3))
+    for expected in (1, 2):
+        replica.offers.begin(0)
+        assert replica.offers.fail(0) == expected
+    assert plan.offers.attempts(0) == 5
+    assert [a.tolist() for a in plan.offers.take_back(np.arange(3))] == [[], []]
+    replica.offers.begin(0)
+    replica.offers.end(0, done=False)
+    assert plan.commit(np.array([0]))
+    plan.reopen(np.array([0]))
+    assert plan.offers.attempts(0) == 6
+    assert [replica.offers.fail(0) for _ in range(70)] == [*range(1, 64), *[63] * 7]
+    assert plan.offers.attempts(0) == 6
 
 
 def test_rows_that_are_apart_go_by_themselves(tmp_path: Path) -> None:
@@ -163,15 +184,44 @@ def test_rows_that_are_apart_go_by_themselves(tmp_path: Path) -> None:
     assert not plan.commit(np.array([1]))
 
 
-def test_rows_take_the_key_of_the_same_row_with_other_content(tmp_path: Path) -> None:
-    def key(identity: int, content: int) -> bytes:
-        return identity.to_bytes(8, "big") + content.to_bytes(8, "big")
+def test_rows_take_the_key_of_the_same_row_under_other_settings(tmp_path: Path) -> None:
+    def key(identity: int, settings: int) -> bytes:
+        return identity.to_bytes(8, "big") + settings.to_bytes(8, "big")
 
-    plan = write(tmp_path, [prompt(i, 20, key(i % 4, 100 + i)) for i in range(6)])
-    plan.commit(np.array([3]))
-    old = np.array([key(0, 7), key(0, 8), key(0, 9), key(3, 7), key(9, 9)], "S16")
-    assert plan.adopt(old) == 2
-    again = load_plan(plan.folder, "driver")
-    for one in (plan, again):
-        assert one.lookup(old).tolist() == [0, 4, -1, -1, -1]
-        assert one.keys_of(np.array([1, 3])) == [key(1, 101), key(3, 103)]
+    # By identity and content: rows 0 and 1 are twice the same, 2 and 3 differ in identity, 5 is refused.
+    whose = [1, 1, 2, 3, 4, 5, 6, 7]
+    rows = [refused(i) if i == 5 else prompt(i, 20, key(who, 100 + i)) for i, who in enumerate(whose)]
+    plan = write(tmp_path, rows)
+    plan.commit(np.array([4]))
+    old = [
+        *((key(1, 7), 0), (key(1, 8), 0), (key(1, 9), 0)),  # one more than there are rows
+        (key(3, 7), 1),
+        (key(2, 7), 9),  # another content
+        (key(4, 7), 2),  # done under the new settings
+        (key(7, 107), 3),  # known already
+        (key(9, 9), 1),
+    ]
+    keys, contents = np.array([k for k, _ in old], "S16"), np.array([c for _, c in old], np.uint64)
+    assert plan.contents_of(np.array([0, 7])).tolist() == [1000, 1007]
+    assert plan.adopt(keys, contents) == 3
+    for one in (plan, load_plan(plan.folder, "driver", check=True)):
+        assert one.lookup(keys).tolist() == [0, 1, -1, 3, -1, -1, 7, -1]
+        assert one.keys_of(np.array([2, 4, 6])) == [key(2, 102), key(4, 104), key(6, 106)]
+
+
+@pytest.mark.parametrize("name", ["keys.bin", "sorted.bin", "contents.bin", "bucket-00.arrow", "bucket-00.rows"])
+def test_a_bit_that_turned_is_noticed(tmp_path: Path, name: str) -> None:
+    write(tmp_path, [prompt(i, 3) for i in range(5)])
+    path = tmp_path / "plan" / name
+    held = bytearray(path.read_bytes())
+    held[len(held) // 2] ^= 1
+    path.write_bytes(held)
+    with pytest.raises(ValueError, match="is not what was written"):
+        load_plan(tmp_path / "plan", check=True)
+
+
+def test_what_a_state_file_says_is_not_believed(tmp_path: Path) -> None:
+    plan = write(tmp_path, [refused(i) if i % 2 else prompt(i, 3) for i in range(6)])
+    plan.state[:] = [1, 0, 2, 3, 7, 9]
+    plan.forget_commits()
+    assert plan.state.tolist() == [0, 1] * 3

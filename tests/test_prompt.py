@@ -1,6 +1,7 @@
 """Prompts: what is sent for a row, why a row cannot be sent, and what makes it the same row again."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -547,3 +548,23 @@ def test_a_models_own_code_is_neither_run_nor_asked_about(tmp_path: Path, monkey
     with pytest.raises(SpecError, match="tokenizer cannot be loaded"):
         open_model("m", None, folder).tokenizer()
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("special_tokens", ["warn", "text"])
+def test_how_a_training_cut_and_padded_its_texts_is_nothing_to_a_prompt(
+    demo: Model, tmp_path: Path, special_tokens: str
+) -> None:
+    from tokenizers import Tokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(demo.path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rows = [{"p": "one two three " * 20}, {"p": "one"}]
+    trained, plain = (
+        [x.tokens for x in render(renderer(model, special_tokens=special_tokens), *rows) if isinstance(x, Prompt)]
+        for model in (open_model("x", None, folder), demo)
+    )
+    assert [list(tokens) for tokens in trained] == [list(tokens) for tokens in plain]

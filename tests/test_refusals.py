@@ -56,6 +56,14 @@ SPEC_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"input": {"prompt": None, "template": "{{ prmpt }}"}}, ["column 'prmpt' is in no row", "did you mean 'prompt'?"]),
     ({"input": {"prompt": None, "template": "{{ prompt"}}, ["input.template", "line 1", "not valid Jinja2"]),
     ({"input": {"messages": "prompt"}}, ["job.yaml:", "input", "exactly one of messages, prompt, template and batch"]),
+    ({"engine": {"env": {"A\0": "x"}}}, ["job.yaml:", "engine.env", "holds what no environment variable can"]),
+    ({"engine": {"env": {"A": "x\0"}}}, ["job.yaml:", "engine.env.A", "holds what no environment variable can"]),
+    ({"engine": {"env": {"A": "\ud800"}}}, ["job.yaml:", "engine.env.A", "holds what no environment variable can"]),
+    ({"engine": {"config": "x" * 300}}, ["job.yaml:", "engine.config", "File name too long"]),
+    ({"input": {"chat_template": "x" * 300}}, ["job.yaml:", "input.chat_template", "File name too long"]),
+    ({"output": {"path": "o\0.parquet"}}, ["job.yaml:", "output.path", "NUL"]),
+    ({"model": "~no-such-user/m"}, ["model ~no-such-user/m", "cannot be looked up"]),
+    ({"model": "x" * 300}, ["model xxx", "File name too long"]),
     ({"model": "no/such-model", "engine": {"kind": "vllm"}}, ["model 'no/such-model'", "not a folder here"]),
 ]
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bulkgen.errors import OutputError
 from bulkgen.report import Report, render_report, report_json, summarize, write_reports
-from bulkgen.rundir import RunDir, read_manifest
+from bulkgen.rundir import FORMAT, RunDir, read_manifest
 from tests.harness import bulkgen
 
 PART_SCHEMA = pa.schema(
@@ -89,7 +89,7 @@ class Run:
         self.dir.create()
         self.start_number = 0
         self.parts = 0
-        self.record(record="format", format=2, bulkgen="0.1.0")
+        self.record(record="format", format=FORMAT, bulkgen="0.1.0")
 
     def record(self, **fields: Any) -> None:
         with self.dir.manifest.open("a") as f:

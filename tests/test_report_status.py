@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from bulkgen.report import Status, load_status, render_status, status_json
+from bulkgen.rundir import FORMAT
 
 
 def start(number: int, **more: Any) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def end(number: int, outcome: str, code: int, message: str = "") -> dict[str, An
 
 
 def write(folder: Path, *records: dict[str, Any]) -> Path:
-    lines = [{"record": "format", "format": 2, "bulkgen": "0.1.0"}, *records]
+    lines = [{"record": "format", "format": FORMAT, "bulkgen": "0.1.0"}, *records]
     folder.joinpath("manifest.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     return folder
 

@@ -74,6 +74,13 @@ def test_one_answer_without_the_form_makes_the_row_say_so() -> None:
     assert (result.valid, result.warnings) == (False, ("unfinished_output",))
 
 
+# Each level asks twice for the next one.
+DOUBLING = {
+    "$ref": "#/$defs/0",
+    "$defs": {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"} if i < 40 else {}] * 2} for i in range(41)},
+}
+
+
 @pytest.mark.parametrize(
     ("form", "text", "valid"),
     [
@@ -88,6 +95,8 @@ def test_one_answer_without_the_form_makes_the_row_say_so() -> None:
         ({"json_schema": '{"$ref":"http://127.0.0.1:9/other"}'}, "{}", None),  # nothing is fetched
         ({"json_schema": '{"$ref":"#"}'}, "{}", None),
         ({"json_schema": '{"type":"string","pattern":"("}'}, '"x"', None),
+        ({"json_schema": '{"patternProperties":{"^(a+)+$":{}}}'}, f'{{"{"a" * 60}!":1}}', None),
+        ({"json_schema": json.dumps(DOUBLING)}, "{}", None),
     ],
 )
 def test_forms(form: dict[str, Any], text: str, valid: bool | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bulkgen.errors import HeldError, OutputError
-from bulkgen.rundir import Manifest, RunDir, RunLog, read_manifest, whole_file
+from bulkgen.rundir import FORMAT, Manifest, RunDir, RunLog, read_manifest, whole_file
 
 
 @pytest.fixture
@@ -100,10 +100,10 @@ def test_damage_before_the_end_is_an_error_that_names_the_line(run: RunDir) -> N
         read_manifest(run.manifest)
 
 
-@pytest.mark.parametrize("number", [1, 99, '"2"', "null"])
+@pytest.mark.parametrize("number", [1, 2, 99, '"2"', "null"])
 def test_another_format_is_refused_with_what_to_do(run: RunDir, number: object) -> None:
     run.manifest.write_text(f'{{"record":"format","format":{number}}}\n')
-    with pytest.raises(OutputError, match=r"written in format .*, this bulkgen reads format 2; choose another output"):
+    with pytest.raises(OutputError, match=rf"format .*, this bulkgen reads format {FORMAT}; choose another output"):
         Manifest(run.manifest)
     with pytest.raises(OutputError, match="or remove the run folder and the output to begin anew"):
         read_manifest(run.manifest)
@@ -175,6 +175,17 @@ def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
     assert rights(tmp_path / "new") == 0o775
     for path in (run.path, *run.path.rglob("*")):
         assert rights(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_one_of_another_user_is_refused_unless_others_may_look(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "out.parquet.bulkgen")
+    run.path.mkdir(0o777)
+    os.chown(run.path, 65534, 65534)
+    with pytest.raises(OutputError, match=r"belongs to another user \(number 65534\)"):
+        run.create()
+    assert list(run.path.iterdir()) == []
+    run.create(private=False)
 
 
 @pytest.mark.usefixtures("open_umask")

@@ -869,6 +869,7 @@ def test_settings_that_name_no_code_pass() -> None:
         {"compilation_config": {"backend": "a.b.C"}},
         {"ec_manager_config": {"manager_cls": "a.B"}},
         {"log_config_file": "log.json"},
+        {"compilation_config": {"inductor_compile_config": {"cpp.cxx": ["x"]}}},
     ],
 )
 def test_settings_that_name_code(args: dict[str, Any]) -> None:
@@ -878,7 +879,11 @@ def test_settings_that_name_code(args: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PYTHONPATH", "ld_preload", "PATH", "CXX", "BASH_ENV", "NCCL_NET_PLUGIN", "VLLM_NCCL_SO_PATH"]
+    "name",
+    [
+        *("PYTHONPATH", "ld_preload", "PATH", "CXX", "BASH_ENV", "NCCL_NET_PLUGIN", "VLLM_NCCL_SO_PATH"),
+        *("HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_ENDPOINT"),
+    ],
 )
 def test_variables_that_bring_in_code(name: str) -> None:
     assert code_variable({"OMP_NUM_THREADS": 2, name: "x"}) == name

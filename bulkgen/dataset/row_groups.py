@@ -161,6 +161,8 @@ def _opened(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
                 buffer_size=BUFFER_BYTES,
                 pre_buffer=False,  # would hold whole row groups in memory
                 page_checksum_verification=True,
+                # In nanoseconds, which are the default, dates before 1677 and after 2262 would turn into others.
+                coerce_int96_timestamp_unit="us",
             )
             schema = parquet.schema_arrow
             _ = schema.names  # fails where they are no UTF-8

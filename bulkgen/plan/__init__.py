@@ -4,8 +4,10 @@ A plan folder is built under a temporary name and renamed when whole. In it:
 
     plan.json           totals, bucket edges, shards, what the plan was made from
     keys.bin            16 bytes a row, in input order
+    contents.bin        hashes of what each row brings along itself, to know it again under other settings
     sorted.bin          the rows' ordinals in the order of their keys, to find a row by its key
     state.bin           one byte a row: pending, refused or committed
+    offers.bin          two bytes a row: how often it was in an engine, and whether it is
     bucket-NN.arrow     token ids and sampling of the rows of one length range, in input order
     bucket-NN.rows      ordinal, prompt tokens and max_tokens of the same rows, for arithmetic
 """

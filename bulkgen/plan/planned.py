@@ -1,6 +1,7 @@
 """Reading a plan: its shards, the rows of one shard, and which rows are still to do."""
 
 import json
+import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,17 @@ import pyarrow as pa
 
 from bulkgen.errors import OutputError
 from bulkgen.plan.keys import KEY_TYPE, Keys, Ordinals, find, identities, whole
-from bulkgen.records import Shard
+from bulkgen.records import IDENTITY_BYTES, MOST_ATTEMPTS, Shard
 from bulkgen.rundir import whole_file
 
 # A row that is apart is still to do, but is handed out by itself and no longer with its shard.
 PENDING, REFUSED, COMMITTED, APART = 0, 1, 2, 3
 
 ROW_TYPE = np.dtype([("ordinal", "<i8"), ("prompt_tokens", "<i4"), ("max_tokens", "<i4")])
+
+# Hashes of what a row itself brings to its request: in the columns that the job reads now, and in those that a job read
+# whose results are kept.
+CONTENT_TYPE = np.dtype([("own", "<u8"), ("kept", "<u8")])
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -43,27 +48,49 @@ class PlannedRow:
     warnings: tuple[str, ...]
 
 
-class Offers:
-    """How often each row was given to an engine, and whether it is in one now: a byte a row, in shared memory.
+OFFER_TYPE = np.dtype("<u2")
+# Files that change while a run works. What they hold is made anew from the others at each start, save counts.
+_CHANGING = ("state.bin", "offers.bin")
 
-    Each row's byte is written by the replica that holds the row, and by the driver once that replica is dead. What
-    was written outlives the process that wrote it, however it died.
+
+class Offers:
+    """How often each row was given to an engine, how often an engine failed it, and whether it is in one now.
+
+    Two bytes a row, in shared memory: written by the replica that holds the row, and by the driver once that replica
+    is dead. What was written outlives the process that wrote it, however it died.
     """
 
-    _IN_ENGINE, _DONE, _ATTEMPTS = 0x80, 0x40, 0x3F
+    _IN_ENGINE, _DONE = 0x8000, 0x4000
+    _ATTEMPTS, _FAILURE, _FAILURES = 0x00FF, 0x0100, MOST_ATTEMPTS << 8
+    _COUNTS = _ATTEMPTS | _FAILURES
 
-    def __init__(self, offers: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, offers: npt.NDArray[np.uint16]) -> None:
         self._offers = offers
 
     def begin(self, ordinal: int) -> int:
-        """A row goes into an engine. Returns which attempt this is, from 1; stops counting at 63."""
-        attempt = min(int(self._offers[ordinal]) & self._ATTEMPTS, self._ATTEMPTS - 1) + 1
-        self._offers[ordinal] = self._IN_ENGINE | attempt
+        """A row goes into an engine. Returns which attempt this is, from 1; stops counting at 255."""
+        offer = int(self._offers[ordinal])
+        attempt = min(offer & self._ATTEMPTS, self._ATTEMPTS - 1) + 1
+        self._offers[ordinal] = self._IN_ENGINE | offer & self._FAILURES | attempt
         return attempt
 
     def end(self, ordinal: int, done: bool) -> None:
         """A row came out of it, or was taken out."""
-        self._offers[ordinal] = int(self._offers[ordinal]) & self._ATTEMPTS | (self._DONE if done else 0)
+        self._offers[ordinal] = int(self._offers[ordinal]) & self._COUNTS | (self._DONE if done else 0)
+
+    def fail(self, ordinal: int) -> int:
+        """A row came out of it failed, for a reason that may pass. Returns how often; stops counting at MOST_ATTEMPTS.
+
+        Attempts that something else ended (the death of the engine by another row, a stop) are not among these.
+        """
+        counts = int(self._offers[ordinal]) & self._COUNTS
+        counts += self._FAILURE if counts & self._FAILURES != self._FAILURES else 0
+        self._offers[ordinal] = counts
+        return (counts & self._FAILURES) // self._FAILURE
+
+    def forgive(self, ordinals: Ordinals) -> None:
+        """What an engine failed before no longer counts against rows: they are to be done once more."""
+        self._offers[ordinals] &= ~self._FAILURES & 0xFFFF
 
     def attempts(self, ordinal: int) -> int:
         """How often a row was given to an engine, under this plan."""
@@ -72,12 +99,12 @@ class Offers:
     def take_back(self, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
         """Of the rows of a dead replica: those that were in its engine, and those that it had done. Forgets both."""
         offers = self._offers[ordinals]
-        self._offers[ordinals] = offers & self._ATTEMPTS
+        self._offers[ordinals] = offers & self._COUNTS
         return ordinals[offers & self._IN_ENGINE != 0], ordinals[offers & self._DONE != 0]
 
     def forget(self) -> None:
         """No row is in an engine, nor has come out of one."""
-        self._offers &= self._ATTEMPTS
+        self._offers &= self._COUNTS
 
 
 Access = Literal["read", "replica", "driver"]
@@ -94,12 +121,11 @@ class Plan:
         self.shards = tuple(Shard(**s) for s in facts["shards"])
         self._keys: Keys = _mapped(folder / "keys.bin", KEY_TYPE, self.rows)
         self._order: Ordinals = _mapped(folder / "sorted.bin", np.dtype(np.int64), self.rows)
+        self._contents = _mapped(folder / "contents.bin", CONTENT_TYPE, self.rows)
         self.state: npt.NDArray[np.uint8] = _mapped(
             folder / "state.bin", np.dtype(np.uint8), self.rows, "r+" if access == "driver" else "r"
         )
-        self.offers = Offers(
-            _mapped(folder / "offers.bin", np.dtype(np.uint8), self.rows, "r" if access == "read" else "r+")
-        )
+        self.offers = Offers(_mapped(folder / "offers.bin", OFFER_TYPE, self.rows, "r" if access == "read" else "r+"))
 
     def lookup(self, keys: Keys) -> Ordinals:
         """Ordinals of row keys, -1 for a key that is not in this plan. `keys`: fixed-width byte strings."""
@@ -111,12 +137,16 @@ class Plan:
 
     def forget_commits(self) -> None:
         """Everything that is not refused is pending again; the manifest says what is committed."""
-        self.state[self.state != REFUSED] = PENDING
+        # Not by what state.bin holds, which has no checksum: refused rows are those in no bucket.
+        self.state[:] = REFUSED
+        for bucket in self.facts["batch_rows"]:
+            self.state[_mapped(self.folder / f"bucket-{int(bucket):02d}.rows", ROW_TYPE)["ordinal"]] = PENDING
         self.offers.forget()
 
     def reopen(self, ordinals: Ordinals) -> None:
-        """Committed rows are to be done once more."""
+        """Committed rows are to be done once more, as if for the first time."""
         self.state[ordinals] = PENDING
+        self.offers.forgive(ordinals)
 
     def is_committed(self, ordinal: int) -> bool:
         """Whether a row's result is in the manifest."""
@@ -134,37 +164,42 @@ class Plan:
         self.state[ordinals] = COMMITTED
         return True
 
-    def adopt(self, keys: Keys) -> int:
-        """Pending rows with the identity of one of `keys` take that key, so that its result is theirs.
+    def contents_of(self, ordinals: Ordinals) -> npt.NDArray[np.uint64]:
+        """Hashes of what rows themselves bring to their requests, in the columns that the job reads."""
+        return np.array(self._contents["own"][ordinals])
 
-        Of several rows with one identity the first takes the first. Returns how many rows did. The plan on disk is
-        replaced; a crash meanwhile leaves none. Raises OutputError.
+    def adopt(self, keys: Keys, contents: npt.NDArray[np.uint64]) -> int:
+        """Pending rows with identity and content of one of `keys` take that key, so that its result is theirs.
+
+        Where several rows have the same of both, each takes another one. Returns how many rows did. The plan on disk
+        is replaced; a crash meanwhile leaves none. Raises OutputError.
         """
-        own = identities(self._keys)[self._order]
-        wanted = identities(keys)
-        left, right = np.searchsorted(own, wanted, "left"), np.searchsorted(own, wanted, "right")
-        taken: dict[int, int] = {}
-        for i in np.flatnonzero(right > left).tolist():
-            candidates = (int(o) for o in self._order[left[i] : right[i]])
-            ordinal = min((o for o in candidates if o not in taken and self.state[o] == PENDING), default=None)
-            if ordinal is not None:
-                taken[ordinal] = i
-        if taken:
+        unknown = self.lookup(keys) < 0
+        keys, contents = keys[unknown], contents[unknown]
+        pending = np.flatnonzero(self.state == PENDING)
+        own, wanted = _pairs(self._keys[pending], self._contents["kept"][pending]), _pairs(keys, contents)
+        by_pair, by_wanted = np.argsort(own, kind="stable"), np.argsort(wanted, kind="stable")
+        own, wanted = own[by_pair], wanted[by_wanted]
+        count = np.arange(len(wanted)) - np.searchsorted(wanted, wanted, "left")
+        place = np.searchsorted(own, wanted, "left") + count
+        found = place < np.searchsorted(own, wanted, "right")
+        if found.any():
             new = np.array(self._keys)
-            new[list(taken)] = keys[list(taken.values())]
+            new[pending[by_pair[place[found]]]] = keys[by_wanted[found]]
             self._replace_keys(new)
-        return len(taken)
+        return int(found.sum())
 
     def _replace_keys(self, keys: Keys) -> None:
-        facts = (self.folder / "plan.json").read_text()
+        facts = json.loads((self.folder / "plan.json").read_text())
         # Without it a plan is none, so keys and their order are never of two kinds.
         (self.folder / "plan.json").unlink()
         order = np.argsort(keys, kind="stable")
         for name, array in (("keys.bin", keys), ("sorted.bin", order)):
             with whole_file(self.folder / name) as path:
                 array.tofile(path)
+            facts["files"][name] = file_facts(self.folder / name)
         with whole_file(self.folder / "plan.json") as path:
-            path.write_text(facts)
+            path.write_text(json.dumps(facts))
         self._keys = _mapped(self.folder / "keys.bin", KEY_TYPE, self.rows)
         self._order = _mapped(self.folder / "sorted.bin", np.dtype(np.int64), self.rows)
 
@@ -221,13 +256,36 @@ class Plan:
                 yield PlannedRow(ordinal, whole(keys[i]), tokens, max_tokens, overrides, tuple(warnings.split()))
 
 
-def load_plan(folder: Path, access: Access = "read") -> Plan:
-    """Open a plan. Raises FileNotFoundError or ValueError if it is not whole."""
+def load_plan(folder: Path, access: Access = "read", *, check: bool = False) -> Plan:
+    """Open a plan. Raises FileNotFoundError or ValueError if it is not whole.
+
+    `check` reads all of it, to see whether it still is what was written: at some gigabyte a second.
+    """
     facts = json.loads((folder / "plan.json").read_text())
-    for name, size in facts["files"].items():
+    for name, (size, _) in facts["files"].items():
         if (folder / name).stat().st_size != size:
             raise ValueError(f"{folder / name}: has not the size that it was written with")
+    if check and (damaged := [name for name, told in facts["files"].items() if file_facts(folder / name) != told]):
+        raise ValueError(f"{folder / damaged[0]}: is not what was written")
     return Plan(folder, facts, access)
+
+
+def file_facts(path: Path) -> list[int | None]:
+    """Size and checksum of a file of a plan; no checksum for those that change while a run works."""
+    if path.name in _CHANGING:
+        return [path.stat().st_size, None]
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            checksum = zlib.crc32(piece, checksum)
+    return [path.stat().st_size, checksum]
+
+
+def _pairs(keys: Keys, contents: npt.NDArray[np.uint64]) -> Keys:
+    """Identity and content of rows as one thing to compare: fixed-width byte strings, as keys are."""
+    pairs = np.empty(len(keys), [("identity", f"S{IDENTITY_BYTES}"), ("content", "<u8")])
+    pairs["identity"], pairs["content"] = identities(keys), contents
+    return pairs.view(KEY_TYPE)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], rows: int | None = None, mode: Any = "r") -> npt.NDArray[Any]:

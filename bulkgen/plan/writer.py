@@ -16,7 +16,17 @@ import pyarrow as pa
 from bulkgen.errors import OutputError
 from bulkgen.plan.buckets import cut_shards, shard_rows
 from bulkgen.plan.keys import KEY_TYPE, make_unique
-from bulkgen.plan.planned import PENDING, PLAN_SCHEMA, REFUSED, ROW_TYPE, Plan, load_plan
+from bulkgen.plan.planned import (
+    CONTENT_TYPE,
+    OFFER_TYPE,
+    PENDING,
+    PLAN_SCHEMA,
+    REFUSED,
+    ROW_TYPE,
+    Plan,
+    file_facts,
+    load_plan,
+)
 from bulkgen.records import Prompt, RefusedRow, Shard
 from bulkgen.rundir import sync
 
@@ -95,13 +105,18 @@ class PlanWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             self._keys = (self.folder / "keys.bin").open("wb")
+            self._contents = (self.folder / "contents.bin").open("wb")
         except OSError as e:
             raise OutputError(f"{folder}: cannot write the plan ({e.strerror or e})") from e
 
-    def add(self, rows: Sequence[Prompt | RefusedRow]) -> None:
-        """Add consecutive rows of the input. Raises OutputError when the disk does not take them."""
+    def add(self, rows: Sequence[Prompt | RefusedRow], contents: Sequence[tuple[int, int]]) -> None:
+        """Add consecutive rows of the input, with the hashes of their contents as in CONTENT_TYPE.
+
+        Raises OutputError when the disk does not take them.
+        """
         try:
             self._keys.write(b"".join(row.key for row in rows))
+            self._contents.write(np.array(contents, CONTENT_TYPE).tobytes())
             for row in rows:
                 if isinstance(row, Prompt):
                     self._bucket(len(row.tokens)).add(row)
@@ -126,6 +141,7 @@ class PlanWriter:
         """
         try:
             self._keys.close()
+            self._contents.close()
             for bucket in self._buckets.values():
                 bucket.close()
             keys = np.fromfile(self.folder / "keys.bin", KEY_TYPE)
@@ -135,7 +151,7 @@ class PlanWriter:
             state = np.full(self._rows, PENDING, np.uint8)
             state[self._refused] = REFUSED
             state.tofile(self.folder / "state.bin")
-            np.zeros(self._rows, np.uint8).tofile(self.folder / "offers.bin")
+            np.zeros(self._rows, OFFER_TYPE).tofile(self.folder / "offers.bin")
             shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas))
             facts = facts | {
                 "rows": self._rows,
@@ -143,7 +159,7 @@ class PlanWriter:
                 "batch_rows": {number: bucket.batch_rows for number, bucket in self._buckets.items()},
                 "shards": [asdict(s) for s in shards],
             }
-            facts["files"] = {file.name: file.stat().st_size for file in self.folder.iterdir()}
+            facts["files"] = {file.name: file_facts(file) for file in self.folder.iterdir()}
             (self.folder / "plan.json").write_text(json.dumps(facts))
             for file in self.folder.iterdir():
                 sync(file)
@@ -156,7 +172,7 @@ class PlanWriter:
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""
-        for close in (self._keys.close, *(bucket.close for bucket in self._buckets.values())):
+        for close in (self._keys.close, self._contents.close, *(bucket.close for bucket in self._buckets.values())):
             with suppress(OSError, pa.ArrowException):
                 close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bulkgen.prompt.batch_renderer import BatchRenderer
+    from bulkgen.prompt.identity import ContentHash
     from bulkgen.prompt.model import Model, open_model
     from bulkgen.prompt.renderer import Renderer
     from bulkgen.prompt.source import PromptSource
     from bulkgen.prompt.templates import way_round
 
-__all__ = ["BatchRenderer", "Model", "PromptSource", "Renderer", "open_model", "way_round"]
+__all__ = ["BatchRenderer", "ContentHash", "Model", "PromptSource", "Renderer", "open_model", "way_round"]
 
 _HOMES = {
     "BatchRenderer": "batch_renderer",
+    "ContentHash": "identity",
     "Model": "model",
     "PromptSource": "source",
     "Renderer": "renderer",

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -49,6 +49,22 @@ class KeyMaker:
         for part in (identity, b"refused", code.encode(), content):
             _add(digest, part)
         return _hash(identity) + bytes(digest.digest())
+
+
+class ContentHash:
+    """Hashes what rows themselves bring to their requests, in certain columns (None: all), whatever the settings.
+
+    So the same row can be told from a changed one where settings have changed, and its key with them.
+    """
+
+    def __init__(self, columns: Collection[str] | None) -> None:
+        self.columns = None if columns is None else tuple(sorted(columns))
+
+    def of(self, row: Mapping[str, Any]) -> int:
+        """64 bits of a row's values."""
+        own = row if self.columns is None else {name: row[name] for name in self.columns if name in row}
+        text = canonical(own).encode(errors="surrogatepass")
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def _hash(identity: bytes) -> bytes:

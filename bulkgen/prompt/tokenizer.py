@@ -58,6 +58,9 @@ class HubTokenizer:
         except Exception:
             self._tokenizer = _slow_tokenizer(name, revision)
         self._backend = self._tokenizer.backend_tokenizer
+        # A tokenizer.json may hold how a training cut and padded its texts; a prompt is what it is.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.bos: int | None = self._tokenizer.bos_token_id
         self.chat_template = _default_template(self._tokenizer.chat_template)
         self.names: Mapping[str, str] = self._tokenizer.special_tokens_map

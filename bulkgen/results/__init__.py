@@ -1,7 +1,9 @@
 """Results on disk: part files in finish order, refused rows, and the merge of both with the input in input order."""
 
 from bulkgen.results.answers import judged
+from bulkgen.results.kept import load_kept, write_kept
 from bulkgen.results.merge import MergeResult, merge
+from bulkgen.results.output import output_files
 from bulkgen.results.parts import PART_SCHEMA, About, PartRow, done_row, failed_row, read_keys, write_part
 from bulkgen.results.refused import RefusedWriter, read_refused
 from bulkgen.results.retired import keys_of_done, keys_to_retry, load_keys, write_keys
@@ -19,10 +21,13 @@ __all__ = [
     "judged",
     "keys_of_done",
     "keys_to_retry",
+    "load_kept",
     "load_keys",
     "merge",
+    "output_files",
     "read_keys",
     "read_refused",
+    "write_kept",
     "write_keys",
     "write_part",
 ]

@@ -51,12 +51,14 @@ def merge(
     scratch: Path,
     progress: Callable[[int], None],
     extra_columns: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> MergeResult:
     """Write the output and failures.parquet, each whole or not at all.
 
     `tables` gives the input rows in ordinal order, `keys` their ordinals; temporary data lies in the folder
     `scratch`. `extra_columns` are those of EXTRA_COLUMNS that the output has.
-    `progress` is told the rows merged so far, 0 while parts are read, and may raise to stop. Raises
+    `progress` is told the rows merged so far, 0 while parts are read, and may raise to stop. `check` may raise too,
+    when all is read and nothing is in its place yet: whether the input still is what it was. Raises
     BulkgenError if a row has no result or two, OutputError when the disk does not take it.
     """
     schema = output_schema(input_schema, text_column, extra_columns)
@@ -81,6 +83,7 @@ def merge(
             progress(rows)
         if rows != keys.rows:
             raise BulkgenError(f"the input gave {rows} rows to the merge and {keys.rows} to the plan; run again")
+        check()
     return MergeResult(rows, rows - failed, failed)
 
 

@@ -1,5 +1,6 @@
 """The finished output: one Parquet file, or a folder of them, put in place only when everything is written."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,10 +12,22 @@ from bulkgen.errors import OutputError
 from bulkgen.records import RESULT_COLUMNS
 from bulkgen.results.disk import ParquetSink, writing
 from bulkgen.results.parts import PART_SCHEMA
-from bulkgen.rundir import sync
+from bulkgen.rundir import RunDir, sync
 
 _NAME = "part-{:05d}.parquet"
+_NAMED = re.compile(r"part-\d{5,}\.parquet")
 _TEMPORARY = ".tmp-{}"
+
+
+def output_files(path: Path) -> list[Path]:
+    """The files of an output that are there, by their names: of a folder those that a merge would give its files.
+
+    What another job keeps in the folder as an output of its own, with a run folder beside it, is not among them.
+    """
+    if path.suffix == ".parquet":
+        return [path] if path.is_file() else []
+    named = sorted(file for file in path.glob("part-*.parquet") if _NAMED.fullmatch(file.name))
+    return [file for file in named if not RunDir.of_output(file).path.exists()]
 
 
 def output_schema(input_schema: pa.Schema, text_column: str, extra_columns: Sequence[str]) -> pa.Schema:
@@ -90,7 +103,7 @@ class Output:
 
     def _earlier_files(self) -> list[Path]:
         """The files that an earlier finish left in the folder. Raises OutputError for another's where ours belong."""
-        found = sorted(file for file in self._path.glob("part-[0-9]*.parquet") if _is_output(file))
+        found = [file for file in output_files(self._path) if _is_output(file)]
         for file in self._files:
             if file.exists() and file not in found:
                 raise OutputError(

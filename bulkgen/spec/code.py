@@ -12,7 +12,7 @@ from typing import Any
 # whose reading runs code, or code that comes with a model.
 _SETTINGS = re.compile(
     r"trust_remote_code|.*_cls|.*_class|.*_class_overrides|.*_plugin|.*_module_path|logits_processors|inductor_passes"
-    r"|.*_custom_pass|log_config_file|logging_config"
+    r"|.*_custom_pass|log_config_file|logging_config|inductor_compile_config"
 )
 _EXECUTORS = (None, "mp", "ray", "uni", "external_launcher")
 _BACKENDS = ("", "eager", "inductor")
@@ -22,6 +22,8 @@ _VARIABLES = re.compile(
     r"LD_.*|DYLD_.*|GCONV_PATH|GLIBC_.*|PYTHON.*|BASH.*|ENV|PATH|SHELL|CC|CXX|CPP|NVCC.*|CUDA_HOME|CUDA_PATH"
     r"|.*_PRELOAD|.*_PLUGINS?|.*_SO_PATH|.*_LIBRARY_PATH|.*_LOGGING_CONFIG_PATH|.*_RUST_FRONTEND_PATH"
     r"|.*_INSECURE_SERIALIZATION|.*_REMOTE_CODE.*"
+    # Where compiled code and packages are kept, and where models come from, with the token sent there.
+    r"|HOME|XDG_.*|TMPDIR|VLLM_CACHE_ROOT|VLLM_CONFIG_ROOT|TORCHINDUCTOR_.*|TRITON_.*|HF_ENDPOINT"
 )
 
 

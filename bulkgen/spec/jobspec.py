@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from bulkgen.errors import SpecError
-from bulkgen.records import EXTRA_COLUMNS, RESULT_COLUMNS
+from bulkgen.records import EXTRA_COLUMNS, MOST_ATTEMPTS, RESULT_COLUMNS
 from bulkgen.spec.code import code_setting, code_variable
 from bulkgen.spec.sampling import SamplingSpec
 from bulkgen.spec.section import Misfit, Section
@@ -118,6 +119,8 @@ class OutputSpec(Section):
     @field_validator("path")
     @classmethod
     def _file_or_folder(cls, path: str) -> str:
+        if "\0" in path:
+            raise ValueError(f"{path!r} holds a NUL character, which no path can; remove it")
         suffix = Path(path).suffix
         is_file, is_folder = suffix == ".parquet", suffix == "" or path.endswith("/")
         if is_file == is_folder or Path(path).name == ".parquet":
@@ -162,6 +165,10 @@ class StubSpec(Section):
     )
 
 
+# No system takes these in a variable: a NUL, and half of a surrogate pair.
+_NO_VARIABLE = re.compile("[\0\ud800-\udfff]")
+
+
 class EngineSpec(Section):
     """The engine and its settings, under vLLM's own names. What is unset is vLLM's default."""
 
@@ -176,7 +183,9 @@ class EngineSpec(Section):
         default=3, description="times in a row a replica is started again without having finished a row in between"
     )
     max_attempts: Count = Field(
-        default=3, description="times a row is given to an engine that fails it for a reason that may not lie in it"
+        default=3,
+        le=MOST_ATTEMPTS,
+        description="times an engine may fail a row for a reason that need not lie in it, before the row has failed",
     )
     start_timeout_s: Seconds = Field(default=3600.0, description="seconds an engine may take to load")
     stall_s: Seconds = Field(
@@ -216,6 +225,9 @@ class EngineSpec(Section):
         for name in self.env:
             if not name or "=" in name:
                 raise Misfit("is no name that an environment variable can have; write NAME: value", "env", name)
+        for name, value in self.env.items():
+            if _NO_VARIABLE.search(f"{name}{value}"):
+                raise Misfit("holds what no environment variable can: a NUL, or half a character", "env", name)
         if self.kind != "stub" and self.stub != StubSpec():
             raise Misfit("needs engine.kind: stub; remove it or set the kind", "stub")
         return self

@@ -78,6 +78,9 @@ def _merge_config(path: Path, data: dict[str, Any], places: Places) -> None:
 
 
 def _check_file(file: Path, key: Key, places: Places) -> None:
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
+    try:
+        found, what = file.is_file(), "is a folder" if file.is_dir() else "does not exist"
+    except OSError as e:
+        found, what = False, f"cannot be opened ({e.strerror or e})"
+    if not found:
         raise SpecError(f"{place_of(places, key)}: {dotted(key)}: {file} {what}; give a file, relative to the spec")

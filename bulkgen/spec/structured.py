@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, WithJ
 from bulkgen.errors import RowError
 from bulkgen.spec.faults import wanted_value
 from bulkgen.spec.section import Misfit, Section
+from bulkgen.spec.time_limit import OverTime, time_limit
 
 # A constraint as a request carries it: one kind with its value. A JSON schema is text, since the order of its
 # properties is the order in which an engine writes them, and what sorts keys would lose it.
@@ -21,8 +22,8 @@ Constraint = Mapping[str, Any]
 
 BAD_SCHEMA = "bad_schema"
 
-# Seconds of matching after which nobody can tell whether a text matches; only hostile expressions take that long.
-_MATCH_S = 1.0
+# Seconds after which nobody can tell whether a text matches, or has a form; only hostile ones take that long.
+_MATCH_S, _CHECK_S = 1.0, 2.0
 _MOST_SHOWN = 200
 
 
@@ -158,8 +159,10 @@ def fits(text: str, constraint: Constraint) -> bool | None:
     if check is None:
         return None
     try:
-        return check(text, wanted)
-    except Exception:  # matching took too long, or a schema computes with what the answer holds and goes wrong
+        with time_limit(_CHECK_S):
+            return check(text, wanted)
+    # It took too long, or a schema computes with what the answer holds and goes wrong.
+    except (OverTime, Exception):
         return None
 
 
@@ -228,7 +231,7 @@ def _schema_fault(text: str) -> str | None:
 
 @lru_cache(256)
 def _validator(text: str) -> Any:
-    """A validator that neither fetches what a schema refers to nor takes for ever over an expression."""
+    """A validator that does not fetch what a schema refers to."""
     from jsonschema import validators
     from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bulkgen.report.model import Seconds
+from bulkgen.rundir import FORMAT
 from tests.harness import Ended, Job, assert_nobody_left, bulkgen, default_signals
 
 MakeJob = Callable[..., Job]
@@ -94,6 +95,11 @@ def records(job: Job, kind: str) -> list[dict[str, Any]]:
 def stage(job: Job) -> str:
     path = job.run_folder / "progress.json"
     return str(json.loads(path.read_text())["stage"]) if path.exists() else ""
+
+
+def in_engine(job: Job) -> int:
+    path = job.run_folder / "progress.json"
+    return int(json.loads(path.read_text())["running"]) if path.exists() else 0
 
 
 def assert_whole(job: Job, rows: list[dict[str, Any]] = ROWS) -> None:
@@ -594,7 +600,7 @@ def test_run_folder_of_another_format(make_job: MakeJob, number: int) -> None:
     job = make_job(ROWS)
     assert job.run().code == 0
     manifest = job.run_folder / "manifest.jsonl"
-    manifest.write_text(manifest.read_text().replace('"format":2', f'"format":{number}', 1))
+    manifest.write_text(manifest.read_text().replace(f'"format":{FORMAT}', f'"format":{number}', 1))
     before = {path: path.read_bytes() for path in job.folder.rglob("*") if path.is_file()}
     for command, place in (("run", job.path), ("status", job.output), ("report", job.output), ("failures", job.output)):
         words = f"written in format {number}, this bulkgen reads format 2; choose another output.path"
@@ -646,3 +652,27 @@ def test_a_clock_that_was_set_back(make_job: MakeJob) -> None:
     numbers = json.loads(bulkgen("report", str(job.output), "--json").out)
     for section in (numbers["whole"], *numbers["starts"]):
         assert all(section[field.name] >= 0 for field in fields(Seconds))
+
+
+def test_an_input_that_changes_amid_the_merge(make_job: MakeJob) -> None:
+    job = make_job(ROWS, **SLOW)
+    run = Begun(job, *FAST, pause=MERGE).at_pause()
+    other = [*reversed(ROWS)]
+    job.write(other)
+    run.go()
+    assert_told(run.ended(), 75, "the input changed while the job ran")
+    assert not job.output.exists()
+    assert job.run(*FAST).code == 0
+    assert_whole(job, other)
+
+
+def test_kills_are_no_attempts_that_an_engine_failed(make_job: MakeJob) -> None:
+    job = make_job(ROWS[:4], engine={"stub": {"step_s": 1.0}})
+    for _ in range(3):
+        run = Begun(job)
+        run.until(lambda: in_engine(job), "rows in the engine")
+        run.process.kill()
+        run.ended()
+        (job.run_folder / "progress.json").unlink()
+    assert job.run(*FAST, "--set", "engine.stub.flaky_rate=1.0").code == 0
+    assert all(row["attempts"] > 3 for row in job.rows())
