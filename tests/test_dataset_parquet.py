@@ -371,3 +371,10 @@ def test_old_timestamps_keep_their_dates(tmp_path: Path) -> None:
     dataset = write(tmp_path, old, use_deprecated_int96_timestamps=True)
     assert [row["d"] for row in rows(dataset) if isinstance(row, dict)] == dates
     assert table(dataset).column("d").to_pylist() == dates
+
+
+def test_a_value_that_the_type_of_other_files_cannot_hold_is_met_when_rows_are_first_read(tmp_path: Path) -> None:
+    far, near = pa.array([9_300_000_000_000_000], pa.timestamp("ms")), pa.array([1], pa.timestamp("us"))
+    dataset = write(tmp_path, pa.table({"x": [1], "d": far}), pa.table({"x": [2], "d": near}))
+    with pytest.raises(InputError, match=r"part-0.parquet: column 'd' .* give it the same type in all files"):
+        rows(dataset, ["x"])

@@ -51,7 +51,7 @@ class ParquetRows:
         self._damaged = False
 
     def read(self, file: InputFile) -> Iterator[tuple[Sequence[int], Rows]]:
-        for first, piece in read_pieces(file, self._wanted):
+        for first, piece in read_pieces(file, self._wanted, look=lambda batch: self._look(file, batch)):
             if isinstance(piece, BadRow):
                 self._damaged = True
                 yield range(first, first + 1), [piece]
@@ -60,6 +60,11 @@ class ParquetRows:
             for start in range(0, piece.num_rows, most):
                 rows = self._rows(piece.slice(start, most))
                 yield range(first + start, first + start + len(rows)), rows
+
+    def _look(self, file: InputFile, batch: pa.RecordBatch) -> None:
+        """Raise InputError for a value that cannot be in the output: now, and not when all rows are done."""
+        own = [f for f in self._schema if f.name in batch.schema.names and not f.type.equals(batch[f.name].type)]
+        _conform(file, batch, pa.schema(own))
 
     def names(self) -> list[str]:
         return list(self._schema.names)
@@ -121,7 +126,10 @@ def _conform(file: InputFile, batch: pa.RecordBatch, schema: pa.Schema) -> pa.Re
         try:
             arrays.append(array if array.type.equals(field.type) else array.cast(field.type))
         except pa.ArrowException as error:
-            problem = f"{file.name}: column {field.name!r} is {array.type} and cannot become {field.type} ({error})"
+            problem = (
+                f"{file.name}: column {field.name!r} is {array.type} and cannot become {field.type}, which other files "
+                f"have ({error}); give it the same type in all files"
+            )
             raise InputError(problem) from error
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

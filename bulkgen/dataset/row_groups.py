@@ -6,7 +6,7 @@ which columns in which pieces.
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pyarrow as pa
@@ -23,6 +23,10 @@ SAMPLE_ROWS = 64
 BUFFER_BYTES = 1 << 20
 
 
+def _nothing(_: pa.RecordBatch) -> None:
+    """Nobody looks."""
+
+
 def read_footer(file: InputFile) -> pa.Schema | BadRow:
     """The columns of a file, or what stands for all of it where its footer cannot be read."""
     try:
@@ -33,13 +37,14 @@ def read_footer(file: InputFile) -> pa.Schema | BadRow:
 
 
 def read_pieces(
-    file: InputFile, wanted: Collection[str], sound: bool = False
+    file: InputFile, wanted: Collection[str], sound: bool = False, look: Callable[[pa.RecordBatch], None] = _nothing
 ) -> Iterator[tuple[int, pa.RecordBatch | BadRow]]:
     """The file's rows with those of the `wanted` columns that it has, each piece with the number of its first row.
 
     Numbers count from 1 and include rows of damaged groups. A piece has at most 8192 rows and about 32 MB. One BadRow
     stands for a damaged group, or for all of a file without a readable footer. `sound` says that all of this was read
-    before and no damage found; that saves looking for it. Raises InputError where the system cannot read the file,
+    before and no damage found; that saves looking for it. Otherwise `look` sees all columns of each piece before any of
+    its group is given, and may raise. Raises InputError where the system cannot read the file,
     and for damage in a sound one.
     """
     with ExitStack() as stack:
@@ -49,7 +54,7 @@ def read_pieces(
             yield 1, _unreadable(file, damage)
             return
         wanted = set(wanted)
-        groups = _Groups(file, parquet, [name for name in schema.names if name in wanted])
+        groups = _Groups(file, parquet, [name for name in schema.names if name in wanted], look)
         if not schema.names:
             yield from _numbered(1, _nameless(parquet.metadata.num_rows))
         elif sound:
@@ -78,9 +83,12 @@ def _numbered(first: int, pieces: Iterator[pa.RecordBatch]) -> Iterator[tuple[in
 
 
 class _Groups:
-    """The groups of an open file; `names` are the columns that are given."""
+    """The groups of an open file; `names` are the columns that are given, `look` sees all of them when first read."""
 
-    def __init__(self, file: InputFile, parquet: pq.ParquetFile, names: Sequence[str]) -> None:
+    def __init__(
+        self, file: InputFile, parquet: pq.ParquetFile, names: Sequence[str], look: Callable[[pa.RecordBatch], None]
+    ) -> None:
+        self._look = look
         self._file = file
         self._parquet = parquet
         self._names = names
@@ -95,6 +103,7 @@ class _Groups:
         size = found = 0
         with reading(self._file):
             for batch in self._decode([number], None):
+                self._look(batch)
                 piece = batch.select(self._names)
                 found += batch.num_rows
                 size += piece.nbytes
