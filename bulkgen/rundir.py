@@ -369,10 +369,11 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _refuse_others(folder: Path) -> None:
     """Whoever owns a folder may look into it, whatever is in it, and put other things in their place."""
-    facts = folder.lstat()
-    if facts.st_uid != os.geteuid():
+    owner = folder.lstat().st_uid
+    # Not by our own number: some file systems give all files to one user.
+    if owner not in (os.geteuid(), _probe(folder)):
         raise OutputError(
-            f"{folder}: belongs to another user (number {facts.st_uid}), who could read the rows; choose another "
+            f"{folder}: belongs to another user (number {owner}), who could read the rows; choose another "
             "output.path, or set output.private: false where that is in order"
         )
 
@@ -403,10 +404,11 @@ def _make_folder(folder: Path, mode: int) -> None:
             folder.mkdir(mode)
 
 
-def _probe(folder: Path) -> None:
-    """Raise OSError where a folder takes no file. Really writes one: to root, rights say nothing.
+def _probe(folder: Path) -> int:
+    """Whose a new file in a folder is. Raises OSError where it takes none.
 
-    One without a name, which no crash can leave behind, where the file system has such.
+    Really writes one: to root, rights say nothing.
+    The file has no name, so that no crash can leave it behind, where the file system has such.
     """
     try:
         fd = os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -416,6 +418,7 @@ def _probe(folder: Path) -> None:
         fd = _probe_by_name(folder)
     try:
         os.write(fd, b"bulkgen")
+        return os.fstat(fd).st_uid
     finally:
         os.close(fd)
 

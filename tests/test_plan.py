@@ -209,14 +209,16 @@ def test_rows_take_the_key_of_the_same_row_under_other_settings(tmp_path: Path) 
         assert one.keys_of(np.array([2, 4, 6])) == [key(2, 102), key(4, 104), key(6, 106)]
 
 
-@pytest.mark.parametrize("name", ["keys.bin", "sorted.bin", "contents.bin", "bucket-00.arrow", "bucket-00.rows"])
+@pytest.mark.parametrize(
+    "name", ["plan.json", "keys.bin", "sorted.bin", "contents.bin", "bucket-00.arrow", "bucket-00.rows"]
+)
 def test_a_bit_that_turned_is_noticed(tmp_path: Path, name: str) -> None:
     write(tmp_path, [prompt(i, 3) for i in range(5)])
     path = tmp_path / "plan" / name
     held = bytearray(path.read_bytes())
     held[len(held) // 2] ^= 1
     path.write_bytes(held)
-    with pytest.raises(ValueError, match="is not what was written"):
+    with pytest.raises(ValueError, match=r"is not what was written"):
         load_plan(tmp_path / "plan", check=True)
 
 

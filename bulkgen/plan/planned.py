@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -190,7 +190,7 @@ class Plan:
         return int(found.sum())
 
     def _replace_keys(self, keys: Keys) -> None:
-        facts = json.loads((self.folder / "plan.json").read_text())
+        facts = _read_facts(self.folder)
         # Without it a plan is none, so keys and their order are never of two kinds.
         (self.folder / "plan.json").unlink()
         order = np.argsort(keys, kind="stable")
@@ -199,7 +199,7 @@ class Plan:
                 array.tofile(path)
             facts["files"][name] = file_facts(self.folder / name)
         with whole_file(self.folder / "plan.json") as path:
-            path.write_text(json.dumps(facts))
+            path.write_text(facts_text(facts))
         self._keys = _mapped(self.folder / "keys.bin", KEY_TYPE, self.rows)
         self._order = _mapped(self.folder / "sorted.bin", np.dtype(np.int64), self.rows)
 
@@ -261,13 +261,27 @@ def load_plan(folder: Path, access: Access = "read", *, check: bool = False) -> 
 
     `check` reads all of it, to see whether it still is what was written: at some gigabyte a second.
     """
-    facts = json.loads((folder / "plan.json").read_text())
+    facts = _read_facts(folder)
     for name, (size, _) in facts["files"].items():
         if (folder / name).stat().st_size != size:
             raise ValueError(f"{folder / name}: has not the size that it was written with")
     if check and (damaged := [name for name, told in facts["files"].items() if file_facts(folder / name) != told]):
         raise ValueError(f"{folder / damaged[0]}: is not what was written")
     return Plan(folder, facts, access)
+
+
+def facts_text(facts: Mapping[str, Any]) -> str:
+    """What plan.json holds: a line of JSON, and its checksum."""
+    text = json.dumps(facts)
+    return f"{text}\n{zlib.crc32(text.encode())}"
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    text, _, checksum = (folder / "plan.json").read_text().partition("\n")
+    if str(zlib.crc32(text.encode())) != checksum:
+        raise ValueError(f"{folder / 'plan.json'}: is not what was written")
+    facts: dict[str, Any] = json.loads(text)
+    return facts
 
 
 def file_facts(path: Path) -> list[int | None]:

@@ -1,6 +1,5 @@
 """Writing a plan, one pass, bounded memory: some tens of bytes a row, and one unwritten batch a bucket."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from bulkgen.plan.planned import (
     REFUSED,
     ROW_TYPE,
     Plan,
+    facts_text,
     file_facts,
     load_plan,
 )
@@ -160,7 +160,7 @@ class PlanWriter:
                 "shards": [asdict(s) for s in shards],
             }
             facts["files"] = {file.name: file_facts(file) for file in self.folder.iterdir()}
-            (self.folder / "plan.json").write_text(json.dumps(facts))
+            (self.folder / "plan.json").write_text(facts_text(facts))
             for file in self.folder.iterdir():
                 sync(file)
             shutil.rmtree(self._final, ignore_errors=True)
