@@ -595,7 +595,7 @@ def test_disk_full_at_each_stage(make_job: MakeJob) -> None:
 # ---- what else a machine does ----
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, FORMAT - 1, FORMAT + 1])
 def test_run_folder_of_another_format(make_job: MakeJob, number: int) -> None:
     job = make_job(ROWS)
     assert job.run().code == 0
@@ -603,7 +603,7 @@ def test_run_folder_of_another_format(make_job: MakeJob, number: int) -> None:
     manifest.write_text(manifest.read_text().replace(f'"format":{FORMAT}', f'"format":{number}', 1))
     before = {path: path.read_bytes() for path in job.folder.rglob("*") if path.is_file()}
     for command, place in (("run", job.path), ("status", job.output), ("report", job.output), ("failures", job.output)):
-        words = f"written in format {number}, this bulkgen reads format 2; choose another output.path"
+        words = f"written in format {number}, this bulkgen reads format {FORMAT}; choose another output.path"
         assert_told(bulkgen(command, str(place)), 6, words)
     assert {path: path.read_bytes() for path in before if path.name != "lock"} == {
         path: content for path, content in before.items() if path.name != "lock"
