@@ -23,10 +23,21 @@ ERRORS = frozenset(
         *("ended_by_engine", "larger_than_kv_cache", "missing_samples", "poison", "refused_by_engine", "row_timeout"),
     }
 )
+
+# Of prompts that were sent all the same. SPECIAL_TOKENS is also why a row failed, where a job wants that.
+BOS_IN_TEXT = "bos_in_text"
+MAX_TOKENS_CAPPED = "max_tokens_capped"
+NOT_STREAMED = "not_streamed"
+PROMPT_TRUNCATED = "prompt_truncated"
+SPECIAL_TOKENS = "special_tokens"
+# Of answers: one without any text; one that has not the form asked for, cut off or not.
+EMPTY_OUTPUT = "empty_output"
+UNFINISHED_OUTPUT = "unfinished_output"
+INVALID_OUTPUT = "invalid_output"
 WARNINGS = frozenset(
     {
-        *("bos_in_text", "max_tokens_capped", "not_streamed", "prompt_truncated", "special_tokens"),
-        *("empty_output", "invalid_output", "unfinished_output"),
+        *(BOS_IN_TEXT, MAX_TOKENS_CAPPED, NOT_STREAMED, PROMPT_TRUNCATED, SPECIAL_TOKENS),
+        *(EMPTY_OUTPUT, UNFINISHED_OUTPUT, INVALID_OUTPUT),
     }
 )
 # What `run --retry` takes beside codes: all rows that failed, all that were cut at max_tokens.

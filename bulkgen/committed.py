@@ -80,7 +80,7 @@ class Committed:
                 self._replay(plan)
 
     @property
-    def kept_columns(self) -> ContentHash | None:
+    def kept_content(self) -> ContentHash | None:
         """What to hash of the rows of a plan, to find those again whose results are kept; None where none are."""
         record = self._kept_record()
         return None if record is None else ContentHash(record["columns"])

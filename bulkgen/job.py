@@ -28,7 +28,7 @@ from bulkgen.engine.launcher import LocalLauncher
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, OutputError, Stopped
 from bulkgen.generation import Generation
 from bulkgen.limits import FailureLimit
-from bulkgen.plan import Plan, load_plan
+from bulkgen.plan import Plan, find_plan
 from bulkgen.preparation import (
     check_output,
     context_length,
@@ -164,14 +164,14 @@ class _Start:
 
     def _plan_of_done(self) -> Plan:
         """The plan of the rows that were done so far. Raises OutputError where it is no longer there."""
-        try:
-            return load_plan(self.run.plan, "driver", check=True)
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        plan = find_plan(self.run.plan, "driver", check=True)
+        if plan is None:
             raise OutputError(
                 f"{self.run.plan}: the plan of the rows that are done is missing or damaged, and without it nobody can "
                 "tell which rows are the same; run the job once with the settings as they were, which makes it again, "
                 "or choose --changed again"
-            ) from e
+            )
+        return plan
 
     def _made_of(self) -> str:
         """What shapes the output: rows, prompts, model and sampling, and how the output is laid out."""
@@ -262,7 +262,7 @@ class _Start:
                 self.failure_limit,
                 self.stop.check,
                 self._show_planning,
-                self.committed.kept_columns,
+                self.committed.kept_content,
             )
         self.committed.mark(plan)
         pending = [plan.pending(shard) for shard in plan.shards]
@@ -287,17 +287,14 @@ class _Start:
 
     def _plan_made_from(self) -> str:
         """What shapes the plan: the rows as sent, and how they are cut into shards."""
-        kept = self.committed.kept_columns
+        kept = self.committed.kept_content
         shards = self.spec.shards.model_dump(mode="json")
         return _digest(self.content_key, shards, self.spec.engine.replicas, kept and [kept.columns])
 
     def _planned_before(self) -> Plan | None:
         """The plan that an earlier start left, if it is whole, and of the same input and settings."""
-        try:
-            plan = load_plan(self.run.plan, "driver", check=True)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return plan if plan.facts["made_from"] == self._plan_made_from() else None
+        plan = find_plan(self.run.plan, "driver", check=True)
+        return plan if plan is not None and plan.facts["made_from"] == self._plan_made_from() else None
 
     def _show_planning(self, rows: int, refused: int) -> None:
         self._show("planning", ProgressState(rows=rows, refused=refused))

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
 from bulkgen.prompt import BatchRenderer, ContentHash, Model, PromptSource, Renderer, open_model, way_round
-from bulkgen.records import BadRow, RefusedRow
+from bulkgen.records import BadRow, Prompt, RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir, read_manifest
 from bulkgen.seat import ReplicaSetup
@@ -139,6 +140,7 @@ def plan_rows(
         check_columns(spec, renderer.required, known)
     own = ContentHash(renderer.columns)
     kept = kept or own
+    content_of = partial(_contents, own, kept)
     read = None if own.columns is None or kept.columns is None else {*own.columns, *kept.columns}
     writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)))
     refused: RefusedWriter | None = None
@@ -149,7 +151,7 @@ def plan_rows(
         for batch in dataset.rows(read):
             check_stop()
             rendered = renderer.render(batch, check_stop)
-            writer.add(rendered, [_contents(row, own, kept) for row in batch.rows])
+            writer.add(rendered, [*map(content_of, batch.rows, rendered)])
             refused.add([row for row in rendered if isinstance(row, RefusedRow)])
             rows += len(rendered)
             first_refused = first_refused or next((r for r in rendered if isinstance(r, RefusedRow)), None)
@@ -171,9 +173,11 @@ def plan_rows(
         raise
 
 
-def _contents(row: Mapping[str, Any] | BadRow, own: ContentHash, kept: ContentHash) -> tuple[int, int]:
-    if isinstance(row, BadRow):
-        return 0, 0
+def _contents(
+    own: ContentHash, kept: ContentHash, row: Mapping[str, Any] | BadRow, rendered: Prompt | RefusedRow
+) -> tuple[int, int]:
+    if isinstance(row, BadRow) or isinstance(rendered, RefusedRow):
+        return 0, 0  # never done, so never kept
     content = own.of(row)
     return content, content if kept.columns == own.columns else kept.of(row)
 

@@ -17,10 +17,6 @@ MOST_ATTEMPTS = 63
 DONE = "done"
 FAILED = "failed"
 
-# Warnings of done rows: an answer without any text; one that has not the form asked for, cut off or not.
-EMPTY_OUTPUT = "empty_output"
-UNFINISHED_OUTPUT, INVALID_OUTPUT = "unfinished_output", "invalid_output"
-
 # Columns that bulkgen appends to the input's own, in this order; the generated text, whose name comes from the
 # spec, stands between `status` and the rest. All times are seconds, all tokens are counts.
 RESULT_COLUMNS = (

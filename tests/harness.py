@@ -15,6 +15,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+# On the PYTHONPATH of a run under test: stops it at a place, or lets its stub engine end badly.
+HOOK = Path(__file__).parent / "cases" / "hook"
+
 
 @dataclass(frozen=True)
 class Ended:

@@ -9,11 +9,10 @@ import pytest
 from bulkgen import secrecy
 from bulkgen.rundir import Manifest, RunDir, RunLog, read_manifest
 from bulkgen.secrecy import HIDDEN, is_secret, keep_secret
-from tests.harness import Ended, Job, bulkgen
+from tests.harness import HOOK, Ended, Job, bulkgen
 
 MakeJob = Callable[..., Job]
 
-HOOK = Path(__file__).parent / "cases/hook"
 TOKEN, PASSWORD = "hf_entirely-secret", "pass-of-proxy"
 SECRETS = {"HF_TOKEN": TOKEN, "HTTPS_PROXY": f"http://user:{PASSWORD}@proxy:3128"}
 ROWS = [{"id": f"r{i}", "prompt": f"row {i}"} for i in range(4)]

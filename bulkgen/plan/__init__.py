@@ -13,7 +13,7 @@ A plan folder is built under a temporary name and renamed when whole. In it:
 """
 
 from bulkgen.plan.buckets import bucket_edges, cut_shards
-from bulkgen.plan.planned import Plan, PlannedRow, load_plan
+from bulkgen.plan.planned import Plan, PlannedRow, find_plan, load_plan
 from bulkgen.plan.writer import PlanWriter
 
-__all__ = ["Plan", "PlanWriter", "PlannedRow", "bucket_edges", "cut_shards", "load_plan"]
+__all__ = ["Plan", "PlanWriter", "PlannedRow", "bucket_edges", "cut_shards", "find_plan", "load_plan"]

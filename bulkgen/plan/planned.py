@@ -140,7 +140,7 @@ class Plan:
         # Not by what state.bin holds, which has no checksum: refused rows are those in no bucket.
         self.state[:] = REFUSED
         for bucket in self.facts["batch_rows"]:
-            self.state[_mapped(self.folder / f"bucket-{int(bucket):02d}.rows", ROW_TYPE)["ordinal"]] = PENDING
+            self.state[self._index(int(bucket))["ordinal"]] = PENDING
         self.offers.forget()
 
     def reopen(self, ordinals: Ordinals) -> None:
@@ -203,17 +203,20 @@ class Plan:
         self._keys = _mapped(self.folder / "keys.bin", KEY_TYPE, self.rows)
         self._order = _mapped(self.folder / "sorted.bin", np.dtype(np.int64), self.rows)
 
+    def _index(self, bucket: int) -> npt.NDArray[np.void]:
+        """The rows of a bucket, in ROW_TYPE."""
+        index: npt.NDArray[np.void] = _mapped(self.folder / f"bucket-{bucket:02d}.rows", ROW_TYPE)
+        return index
+
     def pending(self, shard: Shard) -> tuple[int, int, int]:
         """Rows, prompt tokens and output budget of a shard that are still to do."""
-        rows = _mapped(self.folder / f"bucket-{shard.bucket:02d}.rows", ROW_TYPE)
-        rows = rows[shard.first : shard.first + shard.rows]
+        rows = self._index(shard.bucket)[shard.first : shard.first + shard.rows]
         todo = rows[self.state[rows["ordinal"]] == PENDING]
         return len(todo), int(todo["prompt_tokens"].sum()), int(todo["max_tokens"].sum())
 
     def ordinals(self, shard: Shard) -> Ordinals:
         """All rows of a shard, save those that are apart from it."""
-        rows = _mapped(self.folder / f"bucket-{shard.bucket:02d}.rows", ROW_TYPE)
-        ordinals = rows[shard.first : shard.first + shard.rows]["ordinal"].astype(np.int64)
+        ordinals = self._index(shard.bucket)[shard.first : shard.first + shard.rows]["ordinal"].astype(np.int64)
         together: Ordinals = ordinals[self.state[ordinals] != APART]
         return together
 
@@ -268,6 +271,14 @@ def load_plan(folder: Path, access: Access = "read", *, check: bool = False) -> 
     if check and (damaged := [name for name, told in facts["files"].items() if file_facts(folder / name) != told]):
         raise ValueError(f"{folder / damaged[0]}: is not what was written")
     return Plan(folder, facts, access)
+
+
+def find_plan(folder: Path, access: Access = "read", *, check: bool = False) -> Plan | None:
+    """As `load_plan`, for a plan that may be missing or damaged: None then."""
+    try:
+        return load_plan(folder, access, check=check)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:

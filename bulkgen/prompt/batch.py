@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from bulkgen.codes import NOT_STREAMED
 from bulkgen.errors import RowError
 from bulkgen.prompt.identity import canonical
 from bulkgen.spec import STRUCTURED, check_sampling_value
-
-NOT_STREAMED = "not_streamed"
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bulkgen.codes import PROMPT_TRUNCATED
 from bulkgen.errors import RowError
 from bulkgen.prompt.composing import Draft
 from bulkgen.prompt.encoding import Encoded, Encoder
@@ -17,8 +18,6 @@ from bulkgen.prompt.messages import ASSISTANT, SYSTEM_ROLES
 from bulkgen.prompt.pieces import pieces
 from bulkgen.prompt.sandbox import Composing
 from bulkgen.prompt.tokenizer import Tokenizer
-
-PROMPT_TRUNCATED = "prompt_truncated"
 
 # Each takes what is still too much. More than one is needed where a cut makes other tokens of what is left.
 _ROUNDS = 16

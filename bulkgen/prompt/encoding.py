@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bulkgen.codes import BOS_IN_TEXT, SPECIAL_TOKENS
 from bulkgen.errors import RowError
 from bulkgen.prompt.composing import Composed
 from bulkgen.prompt.source import SpecialTokens
 from bulkgen.prompt.special import SpecialTexts
 from bulkgen.prompt.tokenizer import Encode, Tokenizer
-
-BOS_IN_TEXT = "bos_in_text"
-SPECIAL_TOKENS = "special_tokens"
 
 # Characters: what is little to encode, and the longest that a token is on average in a text that is no trick.
 _LONG, _LONG_TOKEN = 1 << 20, 16

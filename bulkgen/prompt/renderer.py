@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bulkgen.codes import MAX_TOKENS_CAPPED
 from bulkgen.errors import RowError, SpecError
 from bulkgen.prompt.chat import STUB_CHAT
 from bulkgen.prompt.composing import Composed, Draft, Setup
@@ -18,7 +19,6 @@ from bulkgen.records import BadRow, Prompt, RefusedRow, RowBatch
 from bulkgen.spec import check_sampling_together
 
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
-MAX_TOKENS_CAPPED = "max_tokens_capped"
 
 _PROBE = "probe"
 _PIECE_CHARACTERS = 1 << 20

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from bulkgen.errors import BulkgenError, RowError, SpecError, Stopped
 from bulkgen.prompt.composing import Composer, Reads, Setup
 from bulkgen.prompt.pieces import pieces
+from bulkgen.python import own_environment, own_python
 
 LIMIT = "template_limit"
 SIZE = struct.Struct(">Q")
@@ -188,12 +189,11 @@ class _Process:
 
     def __init__(self, setup: bytes) -> None:
         self._popen = subprocess.Popen(
-            # -P: what lies in the user's working directory is no module of ours.
-            [sys.executable, "-P", "-m", "bulkgen.prompt.sandboxed"],
+            own_python("bulkgen.prompt.sandboxed"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=own_environment({"OPENBLAS_NUM_THREADS": "1"}),
             start_new_session=True,  # Ctrl-C in the terminal is the driver's to handle
         )
         self.end = weakref.finalize(self, _end, self._popen)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
-from bulkgen.records import EMPTY_OUTPUT, INVALID_OUTPUT, UNFINISHED_OUTPUT
+from bulkgen.codes import EMPTY_OUTPUT, INVALID_OUTPUT, UNFINISHED_OUTPUT
 from bulkgen.report import parts as part_files
 from bulkgen.report import timeline as samples
 from bulkgen.report.history import History, Plan, Record, Start, sort_records

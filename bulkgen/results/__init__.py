@@ -1,12 +1,12 @@
 """Results on disk: part files in finish order, refused rows, and the merge of both with the input in input order."""
 
 from bulkgen.results.answers import judged
-from bulkgen.results.kept import load_kept, write_kept
+from bulkgen.results.key_files import load_kept, load_keys, write_kept, write_keys
 from bulkgen.results.merge import MergeResult, merge
 from bulkgen.results.output import output_files
 from bulkgen.results.parts import PART_SCHEMA, About, PartRow, done_row, failed_row, read_keys, write_part
 from bulkgen.results.refused import RefusedWriter, read_refused
-from bulkgen.results.retired import keys_of_done, keys_to_retry, load_keys, write_keys
+from bulkgen.results.retired import keys_of_done, keys_to_retry
 from bulkgen.results.spool import CommittedPart
 
 __all__ = [

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bulkgen.records import INVALID_OUTPUT, UNFINISHED_OUTPUT, Completion, Failure
+from bulkgen.codes import INVALID_OUTPUT, UNFINISHED_OUTPUT
+from bulkgen.records import Completion, Failure
 from bulkgen.spec import STRUCTURED, fits
 
 MISSING_SAMPLES = "missing_samples"

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bulkgen.codes import EMPTY_OUTPUT
 from bulkgen.errors import OutputError
-from bulkgen.records import DONE, EMPTY_OUTPUT, FAILED, ROW_KEY_BYTES, Completion, Failure, Logprobs, Sample
+from bulkgen.records import DONE, FAILED, ROW_KEY_BYTES, Completion, Failure, Logprobs, Sample
 from bulkgen.results.columns import LOGPROBS_TYPE, SAMPLES_TYPE, as_column, as_keys
 from bulkgen.results.disk import ParquetSink, open_parquet, reading
 from bulkgen.rundir import whole_file

@@ -1,18 +1,15 @@
-"""Which rows of parts are to be done again, and the files that keep their keys."""
+"""Which rows of parts are done, and which are to be done again."""
 
 from collections.abc import Collection
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from bulkgen.codes import TRUNCATED
-from bulkgen.errors import OutputError
 from bulkgen.records import DONE, FAILED
 from bulkgen.results.columns import KEY_TYPE, as_keys
 from bulkgen.results.parts import read_part
 from bulkgen.results.spool import CommittedPart
-from bulkgen.rundir import whole_file
 
 Keys = npt.NDArray[np.bytes_]
 
@@ -49,20 +46,3 @@ def _signs(status: str, finish_reason: str | None, code: str | None, warnings: l
     if finish_reason == "length":
         signs.append(TRUNCATED)
     return signs
-
-
-def write_keys(path: Path, keys: Keys) -> None:
-    """Write row keys, sorted, whole or not at all. Raises OutputError."""
-    with whole_file(path) as temporary:
-        np.sort(keys).tofile(temporary)
-
-
-def load_keys(path: Path, rows: int) -> Keys:
-    """Row keys that `write_keys` wrote. Raises OutputError if they are not all there."""
-    try:
-        keys = np.fromfile(path, KEY_TYPE)
-    except OSError as e:
-        raise OutputError(f"{path}: cannot be read ({e.strerror or e}); restore it from a copy") from e
-    if len(keys) != rows:
-        raise OutputError(f"{path}: holds {len(keys)} row keys instead of {rows}; restore it from a copy")
-    return keys

@@ -222,10 +222,9 @@ class EngineSpec(Section):
         for name in self.args:
             if name in elsewhere:
                 raise Misfit(f"has a key of its own; write it as {elsewhere[name]}", "args", name)
-        for name in self.env:
+        for name, value in self.env.items():
             if not name or "=" in name:
                 raise Misfit("is no name that an environment variable can have; write NAME: value", "env", name)
-        for name, value in self.env.items():
             if _NO_VARIABLE.search(f"{name}{value}"):
                 raise Misfit("holds what no environment variable can: a NUL, or half a character", "env", name)
         if self.kind != "stub" and self.stub != StubSpec():

@@ -21,11 +21,10 @@ import pytest
 
 from bulkgen.report.model import Seconds
 from bulkgen.rundir import FORMAT
-from tests.harness import Ended, Job, assert_nobody_left, bulkgen, default_signals
+from tests.harness import HOOK, Ended, Job, assert_nobody_left, bulkgen, default_signals
 
 MakeJob = Callable[..., Job]
 
-HOOK = Path(__file__).parent / "hook"
 ROWS = [{"id": f"r{i:03d}", "prompt": f"row {i:03d} {'word ' * (i * 7 % 40)}"} for i in range(40)]
 # Slow enough to be met in the middle, committed row by row or nearly so.
 SLOW: dict[str, Any] = {
@@ -92,14 +91,15 @@ def records(job: Job, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["record"] == kind]
 
 
+def progress(job: Job) -> dict[str, Any]:
+    """What a run shows of itself, nothing before it begins."""
+    path = job.run_folder / "progress.json"
+    shown: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return shown
+
+
 def stage(job: Job) -> str:
-    path = job.run_folder / "progress.json"
-    return str(json.loads(path.read_text())["stage"]) if path.exists() else ""
-
-
-def in_engine(job: Job) -> int:
-    path = job.run_folder / "progress.json"
-    return int(json.loads(path.read_text())["running"]) if path.exists() else 0
+    return str(progress(job).get("stage", ""))
 
 
 def assert_whole(job: Job, rows: list[dict[str, Any]] = ROWS) -> None:
@@ -670,7 +670,7 @@ def test_kills_are_no_attempts_that_an_engine_failed(make_job: MakeJob) -> None:
     job = make_job(ROWS[:4], engine={"stub": {"step_s": 1.0}})
     for _ in range(3):
         run = Begun(job)
-        run.until(lambda: in_engine(job), "rows in the engine")
+        run.until(lambda: progress(job).get("running"), "rows in the engine")
         run.process.kill()
         run.ended()
         (job.run_folder / "progress.json").unlink()
