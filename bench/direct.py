@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from bench.driver import ARGS
 from bulkgen.engine.demo_model import demo_model_folder
+from bulkgen.engine.devices import divide
 
 Requests = list[tuple[str, dict[str, Any], Any]]
 
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def _engine(model: str, requests: Requests) -> float:
-    args: Any = {**ARGS, "distributed_executor_backend": "uni"}
+    args: Any = {**ARGS, **divide(1, {})[0].args}
     engine = LLMEngine.from_engine_args(
         EngineArgs(model=model, disable_log_stats=False, **args), usage_context=UsageContext.LLM_CLASS
     )
@@ -55,7 +56,8 @@ def _engine(model: str, requests: Requests) -> float:
 
 
 async def _async(model: str, requests: Requests) -> float:
-    args: Any = ARGS
+    args: Any = {**ARGS, **divide(1, {})[0].args}
+    args.pop("distributed_executor_backend", None)
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(model=model, disable_log_stats=False, **args), usage_context=UsageContext.LLM_CLASS
     )

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 ROWS = int(os.environ.get("BENCH_DRIVER_ROWS", "96"))
 ROUNDS = int(os.environ.get("BENCH_DRIVER_ROUNDS", "3"))
 ROOT = Path(__file__).parent.parent
-ARGS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 256}
+ARGS = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 256}
 ARGS |= {"max_num_batched_tokens": 4096}
 
 

@@ -24,7 +24,7 @@ def settings(kind: str, **stub: Any) -> EngineSettings:
             kind="stub", model="stub", args={"max_num_seqs": 8, "max_model_len": 512}, stub={"step_s": 0.0005, **stub}
         )
     share = divide(1, {})[0]
-    own = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True, "dtype": "bfloat16"}
+    own = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True}
     return EngineSettings(kind="vllm", model=str(prepare_demo_model(print)), args={**own, **share.args})
 
 
