@@ -138,3 +138,19 @@ def load_tool(name: str) -> ModuleType:
 def prompts(number: int) -> list[dict[str, Any]]:
     """Rows whose prompts differ in text and length."""
     return [{"id": f"r{i:04d}", "prompt": f"row {i} " + "word " * (i * 7 % 400), "extra": i} for i in range(number)]
+
+
+def model_folder(folder: Path, chat_template: str | None) -> Path:
+    """A model as far as planning needs one: a config and a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "row": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "unk_token": "<unk>"}
+    if chat_template:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128}))
+    return folder

@@ -13,7 +13,7 @@ from bulkgen.spec import load_spec
 from tests.harness import bulkgen
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["run", "render", "status", "report", "schema", "demo-model"]
+COMMANDS = ["run", "render", "status", "report", "failures", "schema", "demo-model"]
 
 IMPORTS = """
 import atexit, json, sys

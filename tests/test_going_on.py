@@ -1,16 +1,19 @@
 """Going on with a run whose settings changed, doing rows once more, and stopping a job that is plainly wrong."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bulkgen import __version__
 from bulkgen.errors import SpecError
 from bulkgen.limits import FailureLimit
 from bulkgen.replica import row_seed
-from tests.harness import Job, bulkgen, prompts
+from tests.harness import Job, bulkgen, model_folder, prompts
 
 MakeJob = Callable[..., Job]
 
@@ -54,6 +57,36 @@ def test_56_a_chat_template_edited_in_place(make_job: MakeJob) -> None:
     ended = job.run()
     assert ended.code == 2
     assert "input.chat_template was" in ended.err
+
+
+def test_56_another_model_needs_a_choice(make_job: MakeJob) -> None:
+    job = make_job(prompts(5), model="a", input={"chat": False}, engine={"max_model_len": 128})
+    one, other = (model_folder(job.folder / name, None) for name in "ab")
+    assert job.run().code == 0
+    ended = job.run("--set", "model=b")
+    assert ended.code == 2
+    assert 'model was "a" and is "b"' in ended.err
+    # The same name, other files.
+    config = json.loads((other / "config.json").read_text())
+    (one / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    ended = job.run()
+    assert ended.code == 2
+    assert "model files was" in ended.err
+    assert len(job.committed_keys()) == 5
+
+
+def test_56_another_version_of_bulkgen_goes_on(make_job: MakeJob) -> None:
+    engine = {"max_num_seqs": 2, "max_restarts": 0, "stub": {"die_at": [10]}}
+    job = make_job(prompts(20), output={"commit_rows": 2}, engine=engine)
+    older = "import bulkgen; bulkgen.__version__ = '0.0.1'; from bulkgen.cli import main; main()"
+    begun = subprocess.run([sys.executable, "-c", older, "run", str(job.path)], capture_output=True, check=False)
+    assert begun.returncode == 4
+    before = job.committed_keys()
+    assert before
+    assert job.run("--set", "engine.stub.die_at=[]").code == 0
+    assert [start["version"] for start in job.manifest("start")] == ["0.0.1", __version__]
+    assert len(job.committed_keys()) == 20
+    assert job.committed_keys()[: len(before)] == before
 
 
 def test_56_what_makes_no_other_request_changes_nothing(make_job: MakeJob) -> None:

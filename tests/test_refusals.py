@@ -1,6 +1,5 @@
 """What cannot work ends in seconds, with one sentence that names the place and the cure, and the right exit code."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness import Ended, Job, bulkgen, prompts
+from tests.harness import Ended, Job, bulkgen, model_folder, prompts
 
 MakeJob = Callable[..., Job]
 
@@ -23,22 +22,6 @@ def assert_refused(ended: Ended, code: int, *words: str) -> None:
     assert ended.out == ""
     for word in words:
         assert word in lines[0], lines[0]
-
-
-def model_folder(folder: Path, chat_template: str | None) -> Path:
-    """A model as far as planning needs one: a config and a tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "row": 2}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "unk_token": "<unk>"}
-    if chat_template:
-        config["chat_template"] = chat_template
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128}))
-    return folder
 
 
 SPEC_FAULTS: list[tuple[dict[str, Any], list[str]]] = [

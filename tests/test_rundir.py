@@ -1,5 +1,6 @@
 """The run folder: one holder at a time, a manifest that is whole, files that exist whole or not at all."""
 
+import errno
 import json
 import os
 import stat
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,3 +294,45 @@ def test_any_text_can_be_put_on_record_and_drives_no_terminal(run: RunDir) -> No
     for path in (run.manifest, run.log):
         assert path.read_bytes().isascii()
         assert b"\x1b" not in path.read_bytes()
+
+
+def test_temporaries_are_what_is_under_way_and_nothing_else(run: RunDir) -> None:
+    run.plan.mkdir()
+    left = [run.path / ".tmp-job.yaml", run.parts / ".tmp-part-s0001-r0-i0-000001.parquet", run.plan / ".tmp-rows"]
+    for path in (*left, run.path / "notes.txt", run.parts / "part-s0001-r0-i0-000000.parquet", run.plan / "rows.arrow"):
+        path.write_bytes(b"x")
+    assert sorted(run.temporaries()) == sorted(left)
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_writing_is_tried_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool) -> None:
+    really = os.open
+
+    def without_nameless(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        if not nameless and flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not here", str(path))
+        return really(path, flags, mode, **more)
+
+    monkeypatch.setattr(os, "open", without_nameless)
+    run = RunDir.of_output(tmp_path / "out.parquet")
+    left = tmp_path / f".tmp-probe-{os.getpid()}"
+    left.write_bytes(b"of a killed process with the same number")
+    run.create()
+    assert left.exists() == nameless
+    assert list(run.path.glob(".tmp-*")) == []
+
+
+def test_a_folder_that_takes_no_named_probe_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def full(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not here", str(path))
+        if ".tmp-probe-" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return really(path, flags, mode, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OutputError, match=r"cannot write the run folder .*No space left on device"):
+        RunDir.of_output(tmp_path / "out.parquet").create()
+    assert list(tmp_path.iterdir()) == []
