@@ -76,7 +76,7 @@ def test_56_another_model_needs_a_choice(make_job: MakeJob) -> None:
 
 
 def test_56_another_version_of_bulkgen_goes_on(make_job: MakeJob) -> None:
-    engine = {"max_num_seqs": 2, "max_restarts": 0, "stub": {"die_at": [10]}}
+    engine = {"max_num_seqs": 2, "max_restarts": 0, "stub": {"step_s": 0.02, "die_at": [12]}}
     job = make_job(prompts(20), output={"commit_rows": 2}, engine=engine)
     older = "import bulkgen; bulkgen.__version__ = '0.0.1'; from bulkgen.cli import main; main()"
     begun = subprocess.run([sys.executable, "-c", older, "run", str(job.path)], capture_output=True, check=False)
