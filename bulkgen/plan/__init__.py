@@ -13,7 +13,23 @@ A plan folder is built under a temporary name and renamed when whole. In it:
 """
 
 from bulkgen.plan.buckets import bucket_edges, cut_shards
+from bulkgen.plan.lengths import Lengths
 from bulkgen.plan.planned import Plan, PlannedRow, find_plan, load_plan
+from bulkgen.plan.shape import PhaseCosts, Phases
+from bulkgen.plan.workload import Workload, measure
 from bulkgen.plan.writer import PlanWriter
 
-__all__ = ["Plan", "PlanWriter", "PlannedRow", "bucket_edges", "cut_shards", "find_plan", "load_plan"]
+__all__ = [
+    "Lengths",
+    "PhaseCosts",
+    "Phases",
+    "Plan",
+    "PlanWriter",
+    "PlannedRow",
+    "Workload",
+    "bucket_edges",
+    "cut_shards",
+    "find_plan",
+    "load_plan",
+    "measure",
+]

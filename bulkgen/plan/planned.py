@@ -208,6 +208,10 @@ class Plan:
         index: npt.NDArray[np.void] = _mapped(self.folder / f"bucket-{bucket:02d}.rows", ROW_TYPE)
         return index
 
+    def has_pending(self) -> bool:
+        """Whether any row is still to do."""
+        return bool(np.any((self.state == PENDING) | (self.state == APART)))
+
     def pending(self, shard: Shard) -> tuple[int, int, int]:
         """Rows, prompt tokens and output budget of a shard that are still to do."""
         rows = self._index(shard.bucket)[shard.first : shard.first + shard.rows]
@@ -227,6 +231,25 @@ class Plan:
         """
         try:
             yield from self._read(shard, only)
+        except (OSError, pa.ArrowException) as e:
+            raise OutputError(f"{self.folder}: cannot be read ({e}); remove that folder and run again") from e
+
+    def lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Prompt tokens and output budgets of all rows that were not refused, in the order of the shards."""
+        rows = [self._index(shard.bucket)[shard.first : shard.first + shard.rows] for shard in self.shards]
+        whole = np.concatenate(rows) if rows else np.empty(0, ROW_TYPE)
+        return whole["prompt_tokens"].astype(np.int64), whole["max_tokens"].astype(np.int64)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All rows that were not refused, in PLAN_SCHEMA, one batch of a bucket at a time.
+
+        Raises OutputError for a plan that was damaged.
+        """
+        try:
+            for bucket in self.facts["batch_rows"]:
+                with pa.OSFile(str(self.folder / f"bucket-{int(bucket):02d}.arrow")) as source:
+                    file = pa.ipc.open_file(source)
+                    yield from (file.get_batch(number) for number in range(file.num_record_batches))
         except (OSError, pa.ArrowException) as e:
             raise OutputError(f"{self.folder}: cannot be read ({e}); remove that folder and run again") from e
 
