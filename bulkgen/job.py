@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +23,9 @@ from bulkgen import __version__
 from bulkgen.accounts import last_price, summarize_run
 from bulkgen.committed import Committed, last_merge
 from bulkgen.dataset import DataSet
+from bulkgen.engine.devices import Share
 from bulkgen.engine.launcher import LocalLauncher
+from bulkgen.engine_setup import engine_settings, machine_shares, replica_setups
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, OutputError, Stopped
 from bulkgen.generation import Generation
 from bulkgen.limits import FailureLimit
@@ -36,7 +37,6 @@ from bulkgen.preparation import (
     open_job_model,
     plan_rows,
     refuse_empty,
-    replica_setups,
 )
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
@@ -118,6 +118,7 @@ class _Start:
         self.manifest = Manifest(run.manifest)
         self.committed = Committed(run, self.manifest)
         self.settings = settings_of(spec, model.fingerprint)
+        self._shares: list[Share] = []
         self._shown_at, self._shown_stage = 0.0, ""
         self._shown = ProgressState()
         self.number = len(self.manifest.of("start")) + 1
@@ -207,11 +208,8 @@ class _Start:
         if left_out:
             names = ", ".join(left_out[:_NAMES_SHOWN]) + (", ..." if len(left_out) > _NAMES_SHOWN else "")
             self.say(f"{len(left_out)} file(s) not read, since their names begin with _ or a dot: {names}")
-        chosen = [{"args": dict(s.settings.args), "env": dict(s.env)} for s in self._setups]
-        with whole_file(self.run.job) as path:
-            spec = self.spec.resolved()
-            job = spec | without_secrets({"engine": spec["engine"], "chosen": {"replicas": chosen}})
-            path.write_text(yaml.safe_dump(job, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        self._shares = machine_shares(self.spec)
+        self._write_job({})
         self.manifest.append(
             {
                 "record": "start",
@@ -229,10 +227,25 @@ class _Start:
             }
         )
 
-    @cached_property
-    def _setups(self) -> list[ReplicaSetup]:
-        """Engine settings and share of the machine of each replica; asks the machine what it has."""
-        return replica_setups(self.spec, self.model, self.max_model_len)
+    def _write_job(self, chosen: Mapping[str, Any]) -> None:
+        """The spec as resolved, and what was chosen for the engines, as far as that is known yet."""
+        with whole_file(self.run.job) as path:
+            spec = self.spec.resolved()
+            job = spec | without_secrets({"engine": spec["engine"], "chosen": chosen})
+            path.write_text(yaml.safe_dump(job, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+    def _choose(self, plan: Plan) -> list[ReplicaSetup]:
+        """Engine settings and share of the machine of each replica, for the rows of this plan, and on record."""
+        settings = engine_settings(self.spec, self.model, plan)
+        setups = replica_setups(self.spec, self._shares, settings, self.model, self.max_model_len)
+        told = [without_secrets({s.name: s.value}) | {"source": s.source, "reason": s.reason} for s in settings]
+        self._write_job(
+            {
+                "settings": told,
+                "replicas": [{"args": dict(s.settings.args), "env": dict(s.env)} for s in setups],
+            }
+        )
+        return setups
 
     def _sweep(self) -> None:
         """Remove what a killed start or replica left half done: parts that never came into the manifest, temporaries.
@@ -322,13 +335,15 @@ class _Start:
     # ---- generate ----
 
     def _generate(self, plan: Plan) -> None:
+        if not plan.has_pending():
+            return
         generation = Generation(
             run=self.run,
             manifest=self.manifest,
             plan=plan,
             start=self.number,
             launcher=LocalLauncher("bulkgen.replica"),
-            setups=self._setups,
+            setups=self._choose(plan),
             work=self._work,
             settings_key=settings_key(self.settings),
             limits=Limits(

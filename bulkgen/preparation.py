@@ -1,5 +1,5 @@
-"""What a start needs before an engine is loaded: data, model, renderer, plan, engine settings, and every check that
-can be made without one. A job that cannot work should end here, in seconds.
+"""What a start needs before an engine is loaded: data, model, renderer, plan, and every check that can be made
+without one. A job that cannot work should end here, in seconds.
 """
 
 import difflib
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bulkgen.dataset import DataSet, open_dataset
-from bulkgen.engine import EngineSettings
 from bulkgen.engine.demo_model import prepare_demo_model
-from bulkgen.engine.devices import Share, divide
 from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
@@ -21,7 +19,6 @@ from bulkgen.prompt import BatchRenderer, ContentHash, Model, PromptSource, Rend
 from bulkgen.records import BadRow, Prompt, RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir, read_manifest
-from bulkgen.seat import ReplicaSetup
 from bulkgen.spec import JobSpec, check_collisions, check_sampling_value
 
 
@@ -223,25 +220,3 @@ def refuse_empty(spec: JobSpec, dataset: DataSet, rows: int) -> None:
             f"{', '.join(spec.input.paths)}: no rows in {len(dataset.files)} file(s), and none in the output; check "
             "the path, or set input.allow_empty: true where an empty input is in order"
         )
-
-
-def replica_setups(spec: JobSpec, model: Model, max_model_len: int) -> list[ReplicaSetup]:
-    """Engine settings and share of the machine, replica by replica."""
-    engine = spec.engine
-    args = engine.vllm_args() | {"max_model_len": max_model_len}
-    stub = engine.stub.model_dump() if engine.kind == "stub" else {}
-    shares = divide(engine.replicas, args) if engine.kind == "vllm" else [Share()] * engine.replicas
-    return [
-        ReplicaSetup(
-            settings=EngineSettings(
-                kind=engine.kind,
-                model=str(model.path),
-                revision=spec.revision,
-                args={**share.args, **args},
-                stub=stub,
-            ),
-            env={**share.env, **engine.environment()},
-            cores=share.cores,
-        )
-        for share in shares
-    ]

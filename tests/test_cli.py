@@ -13,7 +13,7 @@ from bulkgen.spec import load_spec
 from tests.harness import bulkgen
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["run", "render", "status", "report", "failures", "schema", "demo-model"]
+COMMANDS = ["run", "plan", "render", "status", "report", "failures", "schema", "demo-model"]
 
 IMPORTS = """
 import atexit, json, sys
@@ -47,6 +47,7 @@ def test_a_finished_job_loads_neither_torch_nor_vllm(tmp_path: Path, job: str) -
         f"name: x\nmodel: {job}\ninput: {{path: in.jsonl, prompt: prompt}}\n"
         "output: {path: out.parquet}\nengine: {kind: stub, max_model_len: 512}\n"
     )
+    assert not modules_of("plan", str(tmp_path / "job.yaml")) & HEAVY
     first = modules_of("run", str(tmp_path / "job.yaml"))
     again = modules_of("run", str(tmp_path / "job.yaml"))
     assert not (first | again) & HEAVY

@@ -208,6 +208,50 @@ def render(
 
 
 @app.command()
+def plan(
+    job: Job,
+    overrides: Set = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME[,NAME]",
+            help="Devices to plan for, side by side: h100,l40s, or cpu. Without it, this machine's.",
+        ),
+    ] = None,
+    expected_output: Annotated[
+        int | None,
+        typer.Option(
+            "--expected-output",
+            min=1,
+            metavar="TOKENS",
+            help="What an answer is expected to have; else its max_tokens.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a job will be like, without a GPU: shape, KV cache, engine settings, time, cost."""
+    from bulkgen.outlook import look_ahead, outlook_json, outlook_tables
+    from bulkgen.report import Progress, ProgressState, print_sheets
+    from bulkgen.spec import load_spec
+
+    names = [name for name in (devices or "").split(",") if name.strip()]
+    with Progress(quiet=as_json) as progress:
+        progress.stage("planning")
+        outlook = look_ahead(
+            load_spec(job, overrides or []),
+            names,
+            expected_output,
+            progress.say,
+            lambda rows, refused: progress.update(ProgressState(rows=rows, refused=refused)),
+        )
+    if as_json:
+        _print_json(outlook_json(outlook))
+    else:
+        print_sheets(outlook_tables(outlook), _console())
+
+
+@app.command()
 def status(output: Output, as_json: Json = False) -> None:
     """Show how far a run is, from another terminal or after the fact."""
     from bulkgen.report import load_status, render_status, status_json

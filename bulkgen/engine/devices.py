@@ -1,17 +1,15 @@
 """Which part of this machine each replica gets.
 
-GPUs: `tensor_parallel_size` of them a replica, by CUDA_VISIBLE_DEVICES. Without a GPU: the cores, divided evenly, and
-the number format that they compute in. Whatever the job's `engine` section sets wins.
+GPUs: `tensor_parallel_size` of them a replica, by CUDA_VISIBLE_DEVICES. Without a GPU: the cores, divided evenly.
+Whatever the job's `engine.env` sets wins.
 """
 
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bulkgen.errors import EngineError
@@ -35,10 +33,6 @@ def runs_on_cpu() -> bool:
         return True
     except importlib.metadata.PackageNotFoundError:
         return not visible_gpus()
-
-
-# How Linux names the instructions that multiply bfloat16: AVX512-BF16 and AMX on x86, BF16 on Arm.
-BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +62,15 @@ def divide(replicas: int, args: Mapping[str, Any]) -> list[Share]:
     return [Share(env={"CUDA_VISIBLE_DEVICES": ",".join(mine)}) for mine in shares]
 
 
-def computes_bfloat16(cpuinfo: str) -> bool:
-    """Whether the processor that `cpuinfo` (the text of /proc/cpuinfo) describes has instructions for bfloat16.
-
-    Without them every product goes by way of float32: on a processor with AVX2 alone the demo job took eight times as
-    long as in float32 (`generate_s` of `bulkgen run jobs/summaries.yaml --set engine.dtype=bfloat16`, and without).
-    """
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
-    return found is not None and not BFLOAT16_FLAGS.isdisjoint(found[1].split())
+def gpus_here() -> list[tuple[str, int]]:
+    """Names and bytes of memory of the machine's GPUs, as the driver has them; empty where it tells none."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return []
+    command = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = (line.rpartition(",") for line in listed.stdout.splitlines())
+    return [(name.strip(), int(mib) << 20) for name, _, mib in found if name and mib.strip().isdigit()]
 
 
 def _divide_cores(replicas: int) -> list[Share]:
@@ -85,9 +80,6 @@ def _divide_cores(replicas: int) -> list[Share]:
             f"engine.replicas: {replicas} replicas need a core each, this machine offers {len(cores)}; "
             "lower engine.replicas"
         )
-    args = {"distributed_executor_backend": "uni"}
-    if not computes_bfloat16(_cpuinfo()):
-        args["dtype"] = "float32"
     shares = []
     for i in range(replicas):
         mine = cores[i * len(cores) // replicas : (i + 1) * len(cores) // replicas]
@@ -101,12 +93,5 @@ def _divide_cores(replicas: int) -> list[Share]:
             # One process a replica: as fast on CPU, and nothing stays behind when it is killed.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        shares.append(Share(env=env, args=args, cores=tuple(mine)))
+        shares.append(Share(env=env, args={"distributed_executor_backend": "uni"}, cores=tuple(mine)))
     return shares
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text("utf-8", "replace")
-    except OSError:
-        return ""

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,15 @@ class Model:
     """A model as an engine and a renderer need it.
 
     `path` is a folder or a hub id. `fingerprint` changes when the model does, not when it is moved.
-    `context_length` is None where the config names none. `tokenizer` loads on call: about a second.
+    `context_length` is None where the config names none. `tokenizer` loads on call: about a second. `config` is what
+    config.json holds, empty for the stub.
     """
 
     path: str
     fingerprint: str
     context_length: int | None
     tokenizer: Callable[[], Tokenizer]
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_model(name: str, revision: str | None, folder: Path | None) -> Model:
@@ -50,12 +52,12 @@ def open_model(name: str, revision: str | None, folder: Path | None) -> Model:
     if folder is not None:
         path = str(folder.absolute())
         config = _config(name, folder / "config.json")
-        return Model(path, _fingerprint(folder), _context_length(config), lambda: HubTokenizer(path, None))
+        return Model(path, _fingerprint(folder), _context_length(config), lambda: HubTokenizer(path, None), config)
     file = _from_hub(name, revision)
     # The hub's cache keeps files under the commit that they belong to, whatever branch was asked for.
     commit = file.parent.name
     config = _config(name, file)
-    return Model(name, f"{name}@{commit}", _context_length(config), lambda: HubTokenizer(name, revision))
+    return Model(name, f"{name}@{commit}", _context_length(config), lambda: HubTokenizer(name, revision), config)
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

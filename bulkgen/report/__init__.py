@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bulkgen.report.model import Report, ShardReport, StartReport, report_json
     from bulkgen.report.progress import Progress
     from bulkgen.report.render import render_report
+    from bulkgen.report.sheet import Sheet, print_sheets
     from bulkgen.report.status import Status, load_status, render_status, status_json
     from bulkgen.report.summary import summarize
 
@@ -25,10 +26,12 @@ __all__ = [
     "Rates",
     "Report",
     "ShardReport",
+    "Sheet",
     "StartReport",
     "Status",
     "Tally",
     "load_status",
+    "print_sheets",
     "render_report",
     "render_status",
     "report_json",
@@ -45,6 +48,7 @@ _HOMES = {
     "model": ("Report", "ShardReport", "StartReport", "report_json"),
     "progress": ("Progress",),
     "render": ("render_report",),
+    "sheet": ("Sheet", "print_sheets"),
     "status": ("Status", "load_status", "render_status", "status_json"),
     "summary": ("summarize",),
 }

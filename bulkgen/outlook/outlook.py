@@ -1,0 +1,136 @@
+"""`bulkgen plan`: what a job will be like, before any engine: rows, shape, KV cache, settings, time and cost.
+
+The rows are read, rendered and counted as a run does it, into a plan that is thrown away.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bulkgen.dataset import DataSet
+from bulkgen.engine_setup import device_here, rows_in_numbers
+from bulkgen.errors import SpecError
+from bulkgen.limits import FailureLimit
+from bulkgen.plan import Phases, Plan, Workload, measure
+from bulkgen.preparation import check_output, open_data, open_job_model, plan_rows
+from bulkgen.prompt import Model
+from bulkgen.rundir import RunDir
+from bulkgen.sizing import (
+    Architecture,
+    Choices,
+    Device,
+    Range,
+    Serving,
+    computes_bfloat16,
+    cpu_device,
+    find_device,
+    serve,
+)
+from bulkgen.spec import JobSpec
+
+_BLOCK_SIZES = (16, 32, 64, 128)
+_NO_LIMIT = FailureLimit(share=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is known of a job beforehand. `servings`: one for each device; `unknown` says why there is none.
+
+    `expected_output`: tokens an answer is expected to have, as the user said; None: the budget counts.
+    """
+
+    name: str
+    model: str
+    refused: int
+    workload: Workload
+    expected_output: int | None
+    architecture: Architecture | None
+    servings: tuple[Serving, ...]
+    unknown: str
+    usd_per_hour: float | None
+
+    def phases(self, serving: Serving | None) -> Phases:
+        """Prefill against decode, with the prefix cache of a device or with none."""
+        size = None if serving is None else serving.cache.block_size
+        known = {share.block_size for share in self.workload.prefixes}
+        return self.workload.phases(size if size in known else None)
+
+    def cost_usd(self, serving: Serving) -> Range | None:
+        """What generation costs on all replicas, engine start left out; None without a price."""
+        if self.usd_per_hour is None:
+            return None
+        hourly = self.usd_per_hour * serving.replicas / 3600
+        return Range(*(hourly * s for s in (serving.seconds.low, serving.seconds.expected, serving.seconds.high)))
+
+
+def look_ahead(
+    spec: JobSpec,
+    devices: Sequence[str],
+    expected_output: int | None,
+    say: Callable[[str], None],
+    show: Callable[[int, int], None],
+) -> Outlook:
+    """Plan a job and work out what it takes on each of `devices`, by name; without any on what this machine has.
+
+    Raises what a run would raise for a job or an input that cannot work, and SpecError for an unknown device.
+    """
+    places = [_device(name) for name in devices] or [_measured(device_here())]
+    dataset, model = open_data(spec), open_job_model(spec, say)
+    check_output(spec, RunDir.of_output(spec.output_path))
+    with _planned(spec, dataset, model, show) as plan:
+        workload = measure(
+            plan, spec.sampling.constants(), block_sizes=_block_sizes(spec), expected_output=expected_output
+        )
+        rows = rows_in_numbers(plan, workload, expected_output)
+        refused = plan.refused
+    architecture, unknown = _architecture(model)
+    servings: list[Serving] = []
+    if architecture is not None and workload.rows:
+        engine = spec.engine
+        choices = Choices(args=engine.vllm_args(), env=engine.environment(), replicas=engine.replicas)
+        computes = computes_bfloat16()
+        servings = [serve(architecture, rows, place, choices, bfloat16=computes) for place in places]
+    return Outlook(
+        name=spec.name,
+        model=spec.model,
+        refused=refused,
+        workload=workload,
+        expected_output=expected_output,
+        architecture=architecture,
+        servings=tuple(servings),
+        unknown=unknown,
+        usd_per_hour=spec.price.usd_per_hour,
+    )
+
+
+def _block_sizes(spec: JobSpec) -> tuple[int, ...]:
+    own = spec.engine.block_size
+    return _BLOCK_SIZES if own is None or own in _BLOCK_SIZES else (*_BLOCK_SIZES, own)
+
+
+def _device(name: str) -> Device:
+    return cpu_device() if name.strip().lower() == "cpu" else find_device(name)
+
+
+def _measured(device: Device) -> Device:
+    return cpu_device() if device.kind == "cpu" else device
+
+
+def _architecture(model: Model) -> tuple[Architecture | None, str]:
+    if not model.config:
+        return None, f"{model.path}: no model, so nothing is known of its KV cache, time and cost"
+    try:
+        return Architecture.of(model.config), ""
+    except SpecError as e:
+        return None, f"nothing is known of KV cache, time and cost: {e}"
+
+
+@contextlib.contextmanager
+def _planned(spec: JobSpec, dataset: DataSet, model: Model, show: Callable[[int, int], None]) -> Iterator[Plan]:
+    """A plan of the job in a folder of its own, for as long as it is looked at."""
+    with tempfile.TemporaryDirectory(prefix="bulkgen-plan-") as folder:
+        run = RunDir(Path(folder))
+        facts = {"made_from": ""}
+        yield plan_rows(spec, dataset, model, run, facts, _NO_LIMIT, lambda: None, show)
