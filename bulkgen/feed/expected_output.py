@@ -1,0 +1,115 @@
+"""How long answers will be, learned while they come: from those that have ended and from those that go on.
+
+An answer that still runs has at least the tokens it has; leaving it out would make answers look short, since short
+ones end first. So what is learned is not a mean of ended ones but how likely an answer is to end at its next token,
+by the tokens that it has: ends divided by tokens at risk, constant within a range of tokens (the piecewise
+exponential model; M. Friedman, "Piecewise exponential models for survival data with covariates", The Annals of
+Statistics 10(1), 1982). An answer cut off at its `max_tokens` says that it did not end before.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.int64]
+
+# Ranges of output tokens: two an octave, the last one without end.
+_OCTAVES = 21
+EDGES: Floats = np.unique([0, 1, 2, 3, *(k << i for i in range(1, _OCTAVES) for k in (2, 3))]).astype(np.float64)
+_WIDTHS = np.append(np.diff(EDGES), np.inf)
+
+# Kinds of rows: by max_tokens, a class an octave, and by prompt tokens, a class two octaves.
+_BUDGETS = _OCTAVES + 1
+_PROMPTS = 11
+
+# What is taken for granted weighs as much as this many answers.
+_PRIOR_ANSWERS = 1.0
+_PARENT_ANSWERS = 4.0
+# So many answers of a budget are remembered in full; then older ones count half.
+_MEMORY = 4096
+
+
+class OutputLengths:
+    """Answers' lengths by kind of row. Where nothing is known of a kind, those with the same class of budget count.
+
+    Before any answer has ended they are taken to end at random, after `prior_share` of their budget on average.
+    """
+
+    def __init__(self, prior_share: float = 0.25) -> None:
+        shape = (_BUDGETS, _PROMPTS, len(EDGES))
+        self.ends = 0  # answers that ended by themselves
+        self._ends: Floats = np.zeros(shape)
+        self._at_risk: Floats = np.zeros(shape)  # tokens of answers that have ended
+        self._prior_tokens = np.maximum(1.0, prior_share * 0.75 * 2.0 ** np.arange(_BUDGETS))[:, None, None]
+        self._chance: Floats
+        self._sum: Floats
+        self.learn()
+
+    @staticmethod
+    def kind(prompt_tokens: int, max_tokens: int) -> int:
+        """The number of a row's kind."""
+        budget = min(_BUDGETS - 1, max_tokens.bit_length())
+        return budget * _PROMPTS + min(_PROMPTS - 1, prompt_tokens.bit_length() // 2)
+
+    def ended(self, kind: int, output_tokens: int, max_tokens: int) -> None:
+        """An answer is whole. What it teaches counts from the next `learn`."""
+        budget, prompt = divmod(kind, _PROMPTS)
+        self._at_risk[budget, prompt] += np.clip(output_tokens - EDGES, 0.0, _WIDTHS)
+        if output_tokens < max_tokens:
+            self.ends += 1
+            self._ends[budget, prompt, max(0, int(np.searchsorted(EDGES, output_tokens)) - 1)] += 1.0
+        if self._ends[budget].sum() > _MEMORY:
+            self._ends[budget] /= 2
+            self._at_risk[budget] /= 2
+
+    def learn(self, kinds: Kinds | None = None, tokens: Floats | None = None) -> None:
+        """Estimate anew. `kinds` and `tokens` (of the answer so far) are those of rows that go on."""
+        at_risk = self._at_risk
+        if kinds is not None and tokens is not None:
+            at_risk = at_risk.copy()
+            flat = at_risk.reshape(-1, len(EDGES))
+            np.add.at(flat, kinds, np.clip(tokens[:, None] - EDGES, 0.0, _WIDTHS))
+        # From coarse to fine: any length of a budget, lengths of a budget, lengths of a budget and a prompt length.
+        ends, risk = self._ends.sum(axis=1, keepdims=True), at_risk.sum(axis=1, keepdims=True)
+        any_ends, any_risk = ends.sum(axis=2, keepdims=True), risk.sum(axis=2, keepdims=True)
+        chance = (any_ends + _PRIOR_ANSWERS) / (any_risk + _PRIOR_ANSWERS * self._prior_tokens)
+        for ends_of, risk_of in ((ends, risk), (self._ends, at_risk)):
+            chance = (ends_of + _PARENT_ANSWERS) / (risk_of + _PARENT_ANSWERS / chance)
+        self._chance = np.minimum(chance, 20.0).reshape(-1, len(EDGES))
+        sums = np.cumsum(self._chance[:, :-1] * _WIDTHS[:-1], axis=1)
+        self._sum = np.concatenate((np.zeros((len(sums), 1)), sums), axis=1)
+
+    def _risk(self, kinds: Kinds, tokens: Floats) -> Floats:
+        """Minus the logarithm of the share of answers that have more than `tokens`."""
+        places = np.searchsorted(EDGES, tokens, side="right") - 1
+        risk: Floats = self._sum[kinds, places] + self._chance[kinds, places] * (tokens - EDGES[places])
+        return risk
+
+    def lasting(self, kinds: Kinds, so_far: Floats, more: Floats) -> Floats:
+        """Chances that answers with `so_far` tokens (shape n) go on after each number of `more` ones (h): n x h.
+
+        Budgets are left out: with its last token an answer ends in any case.
+        """
+        later = self._risk(kinds[:, None], so_far[:, None] + more)
+        chances: Floats = np.exp(self._risk(kinds, so_far)[:, None] - later)
+        return chances
+
+    def expected(self, prompt_tokens: int, max_tokens: int, so_far: int = 0) -> float:
+        """Mean of the output tokens of such a row, of which `so_far` are there."""
+        if so_far >= max_tokens:
+            return float(max_tokens)
+        inner = EDGES[(so_far < EDGES) & (max_tokens > EDGES)]
+        at = np.concatenate(([so_far], inner, [max_tokens]))
+        risk = self._risk(np.full(len(at), self.kind(prompt_tokens, max_tokens)), at)
+        steps = np.diff(risk)
+        # The mean of an exponential that falls between two edges.
+        means = np.diff(at) * np.exp(risk[0] - risk[:-1]) * -np.expm1(-steps) / steps
+        return so_far + float(means.sum())
+
+    def quantile(self, share: float, prompt_tokens: int, max_tokens: int, so_far: int = 0) -> int:
+        """The output tokens that `share` (0 to 1) of such rows, with `so_far` of them there, do not exceed."""
+        kind = self.kind(prompt_tokens, max_tokens)
+        risk = float(self._risk(np.array([kind]), np.array([float(so_far)]))[0]) - np.log1p(-min(share, 1 - 1e-9))
+        place = int(np.searchsorted(self._sum[kind], risk, side="right")) - 1
+        tokens = EDGES[place] + (risk - self._sum[kind, place]) / self._chance[kind, place]
+        return max(so_far, min(max_tokens, int(np.ceil(tokens - 1e-6))))

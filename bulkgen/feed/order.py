@@ -1,0 +1,81 @@
+"""In which order rows should go into an engine. Pure functions of arrays; each returns a permutation of the rows.
+
+Three things are wanted. Rows that begin alike go one after the other, so that their common beginning is in the prefix
+cache while they need it. Long answers do not start last: an engine with nothing left but a few of them is empty (the
+longest-first rule; R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969). And
+rows with much to prefill stand among rows with much to decode all along, since a step that decodes for many sequences
+has arithmetic to spare for a prompt, and a step of nothing but prompts leaves the KV cache empty.
+
+Only the end of a job needs the second. So `feed_order` blends, and brings forward only what would end too late. For
+shards that come one after the other, rows of later ones are `behind_tokens`: with enough of them nothing is too late.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Permutation = npt.NDArray[np.int64]
+
+# Its multiples, without their whole part, fill an interval evenly however many there are (the golden ratio).
+_GOLDEN = (5**0.5 - 1) / 2
+# An answer may take so many times what is expected of it before it is late: they are far from equal.
+_CARE = 6.0
+
+
+def longest_first(expected_tokens: npt.ArrayLike, group: npt.ArrayLike | None = None) -> Permutation:
+    """Rows by expected output tokens, most first; those of a group (-1: of none) where its longest belongs."""
+    expected = np.asarray(expected_tokens, np.float64)
+    unit = _units(group, len(expected))
+    order: Permutation = np.lexsort((-expected, unit, -_most(unit, expected)[unit])).astype(np.int64)
+    return order
+
+
+def feed_order(
+    prompt_tokens: npt.ArrayLike,
+    expected_tokens: npt.ArrayLike,
+    group: npt.ArrayLike | None = None,
+    *,
+    sequences: int,
+    behind_tokens: float = 0.0,
+) -> Permutation:
+    """Rows blended by how much of each is prompt, with long answers early enough to end with the others.
+
+    `expected_tokens` are of the output; `sequences` run side by side, so that all rows take their sum divided by it,
+    in steps, and `behind_tokens` of output come after them. Rows of a group (-1: of none) stay together.
+    """
+    prompts = np.asarray(prompt_tokens, np.float64)
+    expected = np.asarray(expected_tokens, np.float64)
+    if not len(prompts):
+        return np.zeros(0, np.int64)
+    unit = _units(group, len(prompts))
+    outputs = np.bincount(unit, expected)
+    share = np.bincount(unit, prompts) / np.maximum(1.0, np.bincount(unit, prompts) + outputs)
+    rank = np.empty(len(share))
+    rank[np.argsort(share, kind="stable")] = np.arange(len(share))
+    blended = (rank + 0.5) * _GOLDEN % 1.0
+    steps = max(1.0, float(expected.sum())) / sequences
+    longest = _most(unit, expected)
+    latest = (steps + behind_tokens / sequences - _CARE * longest) / steps
+    key = np.minimum(blended, latest)
+    order: Permutation = np.lexsort((-expected, unit, -longest[unit], key[unit])).astype(np.int64)
+    return order
+
+
+def _units(group: npt.ArrayLike | None, rows: int) -> Permutation:
+    """What is ordered, a group or a row of none, by row: numbers from 0 in the order of the first row of each."""
+    own = np.arange(rows, dtype=np.int64)
+    if group is None:
+        return own
+    groups = np.asarray(group, np.int64)
+    members = groups >= 0
+    # Groups and single rows must not meet in one number.
+    named = np.where(members, groups, groups.max(initial=-1) + 1 + own)
+    _, first, unit = np.unique(named, return_index=True, return_inverse=True)
+    place = np.empty(len(first), np.int64)
+    place[np.argsort(first, kind="stable")] = np.arange(len(first))
+    return place[unit]
+
+
+def _most(unit: Permutation, expected: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    most = np.zeros(int(unit.max(initial=-1)) + 1)
+    np.maximum.at(most, unit, expected)
+    return most
