@@ -1,29 +1,32 @@
 """How a job's engines are set up: on what, with which settings for the rows of its plan, and what each replica gets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from bulkgen.engine import EngineSettings
-from bulkgen.engine.devices import Share, divide, gpus_here, runs_on_cpu
+from bulkgen.engine.devices import Share, divide, gpus_here, runs_on_cpu, vllm_version
 from bulkgen.errors import SpecError
 from bulkgen.plan import Plan, Workload, measure
+from bulkgen.profiles import cpu_speed, load_profile
 from bulkgen.prompt import Model
 from bulkgen.seat import ReplicaSetup
 from bulkgen.sizing import (
-    CPU_BLOCK_SIZES,
-    UNMEASURED,
     Architecture,
     Choices,
     Device,
     Place,
     Rows,
+    Serving,
     Setting,
     chosen_args,
     chosen_env,
     computes_bfloat16,
     cpu_device,
     find_device,
+    processor_name,
     resolve,
     serve,
     unknown_gpu,
@@ -32,17 +35,23 @@ from bulkgen.spec import JobSpec
 
 # Of larger plans prefixes are not counted in each start: it would take seconds.
 _MEASURED_ROWS = 200_000
+BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def device_here() -> Device:
-    """What this machine's replicas run on: its first GPU if vLLM would use one, else its cores, not measured."""
+    """What this machine's replicas run on: its first GPU if vLLM would use one, else its cores."""
     if runs_on_cpu():
-        return cpu_device(speed=UNMEASURED)
+        return cpu_here()
     name, memory_bytes = (gpus_here() or [("GPU", 0)])[0]
     try:
         return find_device(name)
     except SpecError:
         return unknown_gpu(name, memory_bytes)
+
+
+def cpu_here() -> Device:
+    """This machine's cores, as fast as they were ever measured."""
+    return cpu_device(speed=cpu_speed())
 
 
 def rows_in_numbers(plan: Plan, workload: Workload | None, expected_output: int | None = None) -> Rows:
@@ -59,23 +68,72 @@ def rows_in_numbers(plan: Plan, workload: Workload | None, expected_output: int 
     )
 
 
-def engine_settings(spec: JobSpec, model: Model, plan: Plan) -> tuple[Setting, ...]:
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Engine settings that fit the rows of a plan. `serving` and `key` are None where the model is not known.
+
+    `serving`: what is expected of the run. `key`: under what to look for how long steps take, and to keep it.
+    """
+
+    settings: tuple[Setting, ...] = ()
+    serving: Serving | None = None
+    key: Mapping[str, Any] | None = None
+
+
+def fit_engine(spec: JobSpec, model: Model, plan: Plan) -> Fit:
     """The settings of each replica's engine for the rows of a plan; none for an engine without a model."""
     engine = spec.engine
     if engine.kind != "vllm":
-        return ()
+        return Fit()
     device = device_here()
     workload = None
-    if device.kind == "cpu" and engine.block_size is None and plan.rows <= _MEASURED_ROWS:
-        workload = measure(plan, spec.sampling.constants(), block_sizes=CPU_BLOCK_SIZES)
+    if plan.rows <= _MEASURED_ROWS:
+        workload = measure(plan, spec.sampling.constants(), block_sizes=block_sizes(spec))
     rows = rows_in_numbers(plan, workload)
-    choices = Choices(args=engine.vllm_args(), env=engine.environment(), replicas=engine.replicas)
     try:
-        return serve(Architecture.of(model.config), rows, device, choices, bfloat16=computes_bfloat16()).settings
+        return fit(spec, model, rows, device)
     except SpecError:
         # A model that the arithmetic does not know may be one that the engine does.
         place = Place(device=device, bfloat16=computes_bfloat16())
-        return resolve(choices.args, rows.demand(), place, model.context_length)
+        return Fit(resolve(engine.vllm_args(), rows.demand(), place, model.context_length))
+
+
+def fit(spec: JobSpec, model: Model, rows: Rows, device: Device) -> Fit:
+    """As `fit_engine`, for rows in numbers, on any device.
+
+    Raises SpecError for what vLLM would refuse, and for a model that is not known.
+    """
+    engine = spec.engine
+    architecture = Architecture.of(model.config)
+    choices = Choices(args=engine.vllm_args(), env=engine.environment(), replicas=engine.replicas)
+    serving = serve(architecture, rows, device, choices, bfloat16=computes_bfloat16())
+    key = _profile_key(model, device, choices, serving)
+    profile = load_profile(key)
+    if profile is not None:
+        serving = serve(architecture, rows, device, choices, bfloat16=computes_bfloat16(), step_model=profile.steps)
+    return Fit(serving.settings, serving, key)
+
+
+def block_sizes(spec: JobSpec) -> tuple[int, ...]:
+    """Sizes of KV blocks for which common prefixes are counted: those that engines use, and the spec's own."""
+    own = spec.engine.block_size
+    return BLOCK_SIZES if own is None or own in BLOCK_SIZES else (*BLOCK_SIZES, own)
+
+
+def _profile_key(model: Model, device: Device, choices: Choices, serving: Serving) -> dict[str, Any]:
+    """What the time of a step depends on, but for what is in the step."""
+    values = {setting.name: setting.value for setting in serving.settings}
+    return {
+        "model": model.fingerprint.partition(":")[2],
+        "device": device.name,
+        "processor": processor_name() if device.kind == "cpu" else "",
+        "vllm": vllm_version(),
+        "dtype": values.get("dtype") or choices.args.get("dtype") or "auto",
+        "enforce_eager": values["enforce_eager"],
+        "quantization": choices.args.get("quantization"),
+        "tensor_parallel_size": choices.args.get("tensor_parallel_size") or 1,
+        "replicas": choices.replicas if device.kind == "cpu" else 1,
+    }
 
 
 def replica_setups(

@@ -36,7 +36,7 @@ _STOP_GRACE_S = 6.0
 _CLOSE_GRACE_S = 30.0
 # An engine that has said its last word may still free its device in an orderly way.
 _EXIT_GRACE_S = 2.0
-_COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+_COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "steps", "step_s", "held_s")
 
 
 class Generation:

@@ -25,7 +25,7 @@ from bulkgen.committed import Committed, last_merge
 from bulkgen.dataset import DataSet
 from bulkgen.engine.devices import Share
 from bulkgen.engine.launcher import LocalLauncher
-from bulkgen.engine_setup import engine_settings, machine_shares, replica_setups
+from bulkgen.engine_setup import Fit, fit_engine, machine_shares, replica_setups
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, OutputError, Stopped
 from bulkgen.generation import Generation
 from bulkgen.limits import FailureLimit
@@ -38,9 +38,10 @@ from bulkgen.preparation import (
     plan_rows,
     refuse_empty,
 )
+from bulkgen.profiles import learn_profile
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
-from bulkgen.report import Progress, ProgressState, Report, write_reports
+from bulkgen.report import Progress, ProgressState, Report, step_windows, write_reports
 from bulkgen.results import merge, output_files
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
 from bulkgen.seat import Limits, ReplicaSetup
@@ -119,6 +120,7 @@ class _Start:
         self.committed = Committed(run, self.manifest)
         self.settings = settings_of(spec, model.fingerprint)
         self._shares: list[Share] = []
+        self._fit = Fit()
         self._shown_at, self._shown_stage = 0.0, ""
         self._shown = ProgressState()
         self.number = len(self.manifest.of("start")) + 1
@@ -200,7 +202,9 @@ class _Start:
             self._end(e)
             raise
         self._end(None, merged["failed"])
-        return self._outcome(merged, "")
+        outcome = self._outcome(merged, "")
+        self._learn(outcome.report)
+        return outcome
 
     def _begin(self) -> None:
         self._sweep()
@@ -236,7 +240,8 @@ class _Start:
 
     def _choose(self, plan: Plan) -> list[ReplicaSetup]:
         """Engine settings and share of the machine of each replica, for the rows of this plan, and on record."""
-        settings = engine_settings(self.spec, self.model, plan)
+        self._fit = fit_engine(self.spec, self.model, plan)
+        settings = self._fit.settings
         setups = replica_setups(self.spec, self._shares, settings, self.model, self.max_model_len)
         told = [without_secrets({s.name: s.value}) | {"source": s.source, "reason": s.reason} for s in settings]
         self._write_job(
@@ -245,6 +250,8 @@ class _Start:
                 "replicas": [{"args": dict(s.settings.args), "env": dict(s.env)} for s in setups],
             }
         )
+        if (serving := self._fit.serving) is not None:
+            self.manifest.append({"record": "planned", "start": self.number, **serving.expectations()})
         return setups
 
     def _sweep(self) -> None:
@@ -432,6 +439,14 @@ class _Start:
         write_reports(report, self.run)
         refuse_empty(self.spec, self.dataset, merged["rows"])
         return Outcome(EXIT_ROWS_FAILED if merged["failed"] else EXIT_DONE, report, note)
+
+    def _learn(self, report: Report) -> None:
+        """Keep how long the steps of this start took, for the next plan."""
+        if self._fit.key is None:
+            return
+        ready = [record for record in self.manifest.of("ready") if record["start"] == self.number]
+        kv_tokens = {(record["replica"], record["incarnation"]): record["kv_tokens"] for record in ready}
+        learn_profile(self._fit.key, step_windows(report.timeline, self.number, kv_tokens))
 
     def _end(self, error: BaseException | None, failed: int = 0) -> None:
         if error is None:

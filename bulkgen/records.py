@@ -192,12 +192,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an open engine can hold: context and KV cache in tokens, KV block size, running sequences."""
+    """What an open engine can hold: context and KV cache in tokens, KV block size, running sequences.
+
+    `kv_cache_size_tokens` is what the engine itself says it holds, in sequences of the whole context; None: nothing.
+    """
 
     max_model_len: int
     kv_tokens: int
     block_size: int
     max_num_seqs: int
+    kv_cache_size_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,8 @@ class EngineStats:
     """The engine's own counters since it was opened; `kv_usage` (0…1), `running`, `waiting` are of this moment.
 
     `prompt_tokens` counts prefilled prompts whole, `cached_tokens` the part of them that the prefix cache held; a
-    request for n answers counts as n in both, as it does in `running` and `waiting`.
+    request for n answers counts as n in both, as it does in `running` and `waiting`. `steps` are those computed and
+    `step_s` the seconds in them; `held_s` the seconds for which the engine held requests, as who feeds it saw it.
     """
 
     running: int
@@ -215,3 +220,6 @@ class EngineStats:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    steps: int = 0
+    step_s: float = 0.0
+    held_s: float = 0.0

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -135,6 +135,7 @@ class Replica:
         self._totals = _Totals()
         self._first_offered_at: float | None = None
         self._last_completed_at: float | None = None
+        self._held_s, self._held_since = 0.0, 0.0
         self._closing = self._stopped = False
         self._stats_due = 0.0
 
@@ -155,11 +156,19 @@ class Replica:
             if self._stopped:
                 return
             self._top_up()
+            self._clock_held()
             self._collect()
+            self._clock_held()
             self._commit_if_due()
             self._tell()
             if self._closing and self._is_idle():
                 return
+
+    def _clock_held(self) -> None:
+        """Add up for how long the engine has held rows; called when it has got some, and when it gave some back."""
+        now = time.monotonic()
+        self._held_s += now - self._held_since if self._held_since else 0.0
+        self._held_since = now if self._in_engine else 0.0
 
     def _is_idle(self) -> bool:
         return not self._in_engine and not self._shards and not self._again
@@ -341,7 +350,7 @@ class Replica:
             {
                 "type": "stats",
                 "time": time.time(),
-                "engine": asdict(self._engine.stats()),
+                "engine": asdict(replace(self._engine.stats(), held_s=self._held_s)),
                 "rows": asdict(self._totals),
             }
         )

@@ -1,6 +1,7 @@
 """Fixtures shared by the tests."""
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import yaml
 
 from tests.harness import Job
 
+# What runs teach is kept for later ones; tests start with nothing.
+_STATE = tempfile.TemporaryDirectory(prefix="bulkgen-state-")
+os.environ["BULKGEN_HOME"] = _STATE.name
 # Users do not have it, and it hides what happens to output that nobody reads.
 os.environ.pop("PYTHONUNBUFFERED", None)
 

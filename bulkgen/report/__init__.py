@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bulkgen.report.render import render_report
     from bulkgen.report.sheet import Sheet, print_sheets
     from bulkgen.report.status import Status, load_status, render_status, status_json
+    from bulkgen.report.steps import StepWindow, step_windows
     from bulkgen.report.summary import summarize
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Sheet",
     "StartReport",
     "Status",
+    "StepWindow",
     "Tally",
     "load_status",
     "print_sheets",
@@ -36,6 +38,7 @@ __all__ = [
     "render_status",
     "report_json",
     "status_json",
+    "step_windows",
     "summarize",
     "visible",
     "write_reports",
@@ -50,6 +53,7 @@ _HOMES = {
     "render": ("render_report",),
     "sheet": ("Sheet", "print_sheets"),
     "status": ("Status", "load_status", "render_status", "status_json"),
+    "steps": ("StepWindow", "step_windows"),
     "summary": ("summarize",),
 }
 

@@ -22,6 +22,7 @@ _TYPES: dict[Any, pa.DataType] = {
     str: pa.string(),
     str | None: pa.string(),
     bool: pa.bool_(),
+    bool | None: pa.bool_(),
     list[int]: pa.list_(pa.int64()),
 }
 _CODES = pa.list_(pa.struct([("code", pa.string()), ("rows", pa.int64())]))

@@ -7,7 +7,7 @@ from typing import Any
 from bulkgen.report.model import Restart
 
 Record = Mapping[str, Any]
-COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
+COUNTERS = ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "steps", "step_s", "held_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Start:
     number: int
     began: Record
     plans: list[Record] = field(default_factory=list)
+    planned: list[Record] = field(default_factory=list)
     ready: list[Record] = field(default_factory=list)
     parts: list[Record] = field(default_factory=list)
     restarts: list[Record] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Start:
             for r in self.restarts
         )
 
-    def engine_counters(self, last_seen: Mapping[tuple[int, int, int], Mapping[str, int]]) -> dict[str, int]:
+    def engine_counters(self, last_seen: Mapping[tuple[int, int, int], Mapping[str, float]]) -> dict[str, float]:
         """What its engines counted, all together.
 
         An engine that was closed told its counters. One that was killed did at least what its last sample
@@ -76,14 +77,14 @@ class Start:
         closed = {(c["replica"], c["incarnation"]): c["counters"] for c in self.closed}
         engines = {(r["replica"], r["incarnation"]) for r in [*self.ready, *self.parts, *self.closed]}
         engines |= {(replica, incarnation) for start, replica, incarnation in last_seen if start == self.number}
-        sums = dict.fromkeys(COUNTERS, 0)
+        sums: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         for engine in engines:
             told = closed.get(engine) or self._at_least(engine, last_seen.get((self.number, *engine), {}))
             for name in COUNTERS:
                 sums[name] += told.get(name) or 0
         return sums
 
-    def _at_least(self, engine: tuple[int, int], seen: Mapping[str, int]) -> dict[str, int]:
+    def _at_least(self, engine: tuple[int, int], seen: Mapping[str, float]) -> dict[str, float]:
         parts = [p for p in self.parts if (p["replica"], p["incarnation"]) == engine]
         return {name: max(seen.get(name, 0), sum(p.get(name) or 0 for p in parts)) for name in COUNTERS}
 
@@ -134,6 +135,7 @@ class History:
 
 _KINDS = {
     "plan": "plans",
+    "planned": "planned",
     "ready": "ready",
     "part": "parts",
     "restart": "restarts",

@@ -151,6 +151,33 @@ class EngineWork:
     engine_output_tokens: int = column("the engines' own count of output tokens")
     lost_prompt_tokens: int = column("engine_prompt_tokens less those of committed rows: lost by kills and restarts")
     lost_output_tokens: int = column("engine_output_tokens less those of committed rows: lost by kills and restarts")
+    steps: int = column("steps that the engines computed")
+    step_s: float = column("seconds in these steps, added up over the engines")
+    held_s: float = column("seconds for which engines held requests, added up; what is more than step_s, they waited")
+
+    @property
+    def idle(self) -> float | None:
+        """Of the seconds for which engines held requests, the share (0..1) in which no step was under way."""
+        return max(0.0, 1 - self.step_s / self.held_s) if self.held_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What was expected of the run before its engines were loaded, for all rows of the plan; null where nothing was.
+
+    Holds for the whole run: a later start has the rows of earlier ones in its plan too.
+    """
+
+    planned_generate_s: float | None = column("expected generate_s")
+    planned_generate_low_s: float | None = column("the least that generate_s should be")
+    planned_generate_high_s: float | None = column("the most that generate_s should be")
+    planned_measured: bool | None = column("true: by steps measured in earlier runs; false: by the device's rates")
+    planned_cached_tokens: int | None = column("prompt tokens that a prefix cache without limit would hold")
+    planned_kv_tokens: int | None = column("tokens of KV cache of a replica, by arithmetic")
+    kv_tokens: int | None = column("tokens of KV cache of a replica, as its engine tells them")
+    limit_s: float | None = column("least seconds of generation that the device's rates allow, by roofline")
+    engine_percent: float | None = column("limit_s as a percentage of generate_s; whole only")
+    job_percent: float | None = column("limit_s as a percentage of wall_s; whole only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +235,7 @@ class StartReport:
     latency: Latency
     kv: KvUsage
     engine: EngineWork
+    planned: Planned
     cost: Cost
     restarts: tuple[Restart, ...]
     finish_reasons: Mapping[str, int]

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bulkgen.report import figures
-from bulkgen.report.model import LeftOut, Percentiles, Report, StartReport
+from bulkgen.report.model import EngineWork, LeftOut, Percentiles, Report, StartReport
 
 _STARTS_SHOWN = 20
 _RESTARTS_SHOWN = 10
@@ -34,6 +34,8 @@ class _Page:
 
     def print(self) -> None:
         tables = [self._summary(), self._tokens(), self._latency()]
+        if self._whole.planned.planned_generate_s is not None:
+            tables.append(self._plan())
         if len(self._report.starts) > 1:
             tables.append(self._starts())
         if self._whole.restarts:
@@ -112,6 +114,24 @@ class _Page:
                 "",
                 f"{figures.rows(stale.stale_rows)} of earlier input, in no sum above",
             )
+
+    def _plan(self) -> Table:
+        """What was expected, beside what came."""
+        p, w = self._whole.planned, self._whole
+        table = self._table("Plan and outcome", "", "planned", "came", "", right=[1, 2])
+        by = "steps measured in earlier runs" if p.planned_measured else "the device's rates"
+        low, high = figures.seconds(p.planned_generate_low_s), figures.seconds(p.planned_generate_high_s)
+        came = figures.seconds(w.seconds.generate_s)
+        span = f"{low} to {high}, by {by}"
+        self._add(table, "generation", figures.seconds(p.planned_generate_s), came, span)
+        kv, cached = figures.count(p.kv_tokens), figures.count(w.tokens.cached_tokens)
+        self._add(table, "KV cache", figures.count(p.planned_kv_tokens), kv, "tokens, each replica")
+        limit = "tokens; planned: with a cache that forgets nothing"
+        self._add(table, "prefix hits", figures.count(p.planned_cached_tokens), cached, limit)
+        if p.engine_percent is not None and p.job_percent is not None:
+            least = f"{p.engine_percent:.0f}% of generation, {p.job_percent:.0f}% of wall time"
+            self._add(table, "limit of physics", figures.seconds(p.limit_s), "", f"{least}; output as budgeted")
+        return table
 
     def _latency(self) -> Table:
         title = "Latency of a row (beside throughput, which governs an offline run)"
@@ -230,6 +250,7 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
             figures.count(whole.engine.preemptions),
             "engines' own count; each is computed again",
         ),
+        ("engine steps", figures.count(whole.engine.steps), _steps_cover(whole.engine)),
     ]
     if seconds.lost_s > 0:
         cost = "" if whole.cost.lost_usd is None else f", {figures.usd(whole.cost.lost_usd)}"
@@ -240,6 +261,12 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
         )
         lines.append(lost)
     return lines
+
+
+def _steps_cover(engine: EngineWork) -> str:
+    if engine.idle is None:
+        return "all engines"
+    return f"between them the engines had requests and waited for {figures.percent(engine.idle)} of the time"
 
 
 def _left_out_line(left_out: LeftOut) -> tuple[str, str, str]:

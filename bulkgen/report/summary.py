@@ -20,6 +20,7 @@ from bulkgen.report.model import (
     KvUsage,
     Latency,
     LeftOut,
+    Planned,
     Report,
     RowCounts,
     Seconds,
@@ -87,7 +88,7 @@ def _start_report(
     stale: pl.DataFrame,
     latency: Latency,
     timeline: pl.DataFrame,
-    last_seen: Mapping[tuple[int, int, int], Mapping[str, int]],
+    last_seen: Mapping[tuple[int, int, int], Mapping[str, float]],
 ) -> StartReport:
     seconds = _seconds(start, outcome, timeline)
     replicas = start.began["replicas"]
@@ -110,6 +111,7 @@ def _start_report(
         latency=latency,
         kv=samples.kv_usage(timeline),
         engine=_engine_work(start.engine_counters(last_seen), tokens),
+        planned=_planned(start),
         cost=_start_cost(price, replicas, seconds, rows.done, tokens),
         restarts=start.restart_list(),
         finish_reasons=part_files.counts(part_files.done(sums), "finish_reason"),
@@ -149,6 +151,7 @@ def _whole_report(
         latency=latency,
         kv=kv,
         engine=_add_engine_work([s.engine for s in starts]),
+        planned=_whole_planned(starts, seconds),
         cost=_whole_cost(starts, _row_counts(sums).done, committed),
         restarts=tuple(r for s in starts for r in s.restarts),
         finish_reasons=part_files.counts(part_files.done(current), "finish_reason"),
@@ -275,14 +278,18 @@ def _over(amount: float, divisor: float) -> float | None:
     return amount / divisor if divisor > 0 else None
 
 
-def _engine_work(counters: Mapping[str, int], committed: TokenCounts) -> EngineWork:
+def _engine_work(counters: Mapping[str, float], committed: TokenCounts) -> EngineWork:
+    prompt_tokens, output_tokens = int(counters["prompt_tokens"]), int(counters["output_tokens"])
     return EngineWork(
-        preemptions=counters["preemptions"],
-        engine_prompt_tokens=counters["prompt_tokens"],
-        engine_cached_tokens=counters["cached_tokens"],
-        engine_output_tokens=counters["output_tokens"],
-        lost_prompt_tokens=counters["prompt_tokens"] - committed.prompt_tokens,
-        lost_output_tokens=counters["output_tokens"] - committed.output_tokens,
+        preemptions=int(counters["preemptions"]),
+        engine_prompt_tokens=prompt_tokens,
+        engine_cached_tokens=int(counters["cached_tokens"]),
+        engine_output_tokens=output_tokens,
+        lost_prompt_tokens=prompt_tokens - committed.prompt_tokens,
+        lost_output_tokens=output_tokens - committed.output_tokens,
+        steps=int(counters["steps"]),
+        step_s=counters["step_s"],
+        held_s=counters["held_s"],
     )
 
 
@@ -294,6 +301,38 @@ def _add_engine_work(starts: Sequence[EngineWork]) -> EngineWork:
         engine_output_tokens=sum(s.engine_output_tokens for s in starts),
         lost_prompt_tokens=sum(s.lost_prompt_tokens for s in starts),
         lost_output_tokens=sum(s.lost_output_tokens for s in starts),
+        steps=sum(s.steps for s in starts),
+        step_s=sum(s.step_s for s in starts),
+        held_s=sum(s.held_s for s in starts),
+    )
+
+
+def _planned(start: Start) -> Planned:
+    told = start.planned[-1] if start.planned else {}
+    seconds = told.get("generate_s") or {}
+    return Planned(
+        planned_generate_s=seconds.get("expected"),
+        planned_generate_low_s=seconds.get("low"),
+        planned_generate_high_s=seconds.get("high"),
+        planned_measured=told.get("measured"),
+        planned_cached_tokens=told.get("cached_tokens"),
+        planned_kv_tokens=told.get("kv_tokens"),
+        kv_tokens=next((r["kv_cache_size_tokens"] for r in start.ready if r.get("kv_cache_size_tokens")), None),
+        limit_s=told.get("limit_s"),
+        engine_percent=None,
+        job_percent=None,
+    )
+
+
+def _whole_planned(starts: Sequence[StartReport], seconds: Seconds) -> Planned:
+    """What the last start that planned expected of all rows, and what share of the possible the run reached."""
+    planned = next((s.planned for s in reversed(starts) if s.planned.limit_s is not None), None)
+    if planned is None or planned.limit_s is None:
+        return starts[-1].planned if starts else _planned(Start(0, {}))
+    return replace(
+        planned,
+        engine_percent=100 * planned.limit_s / seconds.generate_s if seconds.generate_s else None,
+        job_percent=100 * planned.limit_s / seconds.wall_s if seconds.wall_s else None,
     )
 
 

@@ -24,6 +24,8 @@ _INTEGERS = (
     "done",
     "failed",
 )
+# Not in what earlier versions wrote.
+_LATER = {"steps": 0, "step_s": 0.0, "held_s": 0.0}
 _ENGINE = ("start", "replica", "incarnation")
 
 _SINCE = "since this engine's sample before; null in its first, and where the clock was set back"
@@ -41,6 +43,9 @@ COLUMN_DOCS = {
     "prompt_tokens": "prompt tokens since the engine was opened, cached ones included",
     "cached_tokens": "cached prompt tokens since the engine was opened",
     "output_tokens": "output tokens since the engine was opened",
+    "steps": "engine steps since the engine was opened",
+    "step_s": "seconds in these steps",
+    "held_s": "seconds for which the engine held requests",
     "done": "rows done since the engine was opened",
     "failed": "rows failed since the engine was opened",
     "prompt_tokens_per_s": f"prompt tokens per second {_SINCE}",
@@ -54,7 +59,7 @@ def load_timeline(log: Path, began_at: Mapping[int, float]) -> pl.DataFrame:
     Lines that are no whole sample are left out: a kill can tear the last line of its start. `began_at` gives
     the beginning of each start.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in ("time", "kv_usage", *_INTEGERS)}
+    columns: dict[str, list[Any]] = {name: [] for name in ("time", "kv_usage", *_INTEGERS, *_LATER)}
     try:
         with log.open("rb") as lines:
             for line in lines:
@@ -64,6 +69,7 @@ def load_timeline(log: Path, began_at: Mapping[int, float]) -> pl.DataFrame:
     except OSError as e:
         raise OutputError(f"{log}: cannot read the timeline ({e.strerror or e})") from e
     schema = {"time": pl.Float64, "kv_usage": pl.Float64, **dict.fromkeys(_INTEGERS, pl.Int64)}
+    schema |= {"steps": pl.Int64, "step_s": pl.Float64, "held_s": pl.Float64}
     frame = pl.DataFrame(columns, schema=schema).sort(*_ENGINE, maintain_order=True)
     span = pl.col("time").diff().over(_ENGINE)
     rates = [
@@ -82,6 +88,7 @@ def _take(line: bytes, columns: dict[str, list[Any]]) -> None:
             float(sample["time"]),
             float(sample["kv_usage"]),
             *(int(sample[name]) for name in _INTEGERS),
+            *(type(nothing)(sample.get(name, nothing)) for name, nothing in _LATER.items()),
         ]
     except (ValueError, KeyError, TypeError):
         return
@@ -105,7 +112,7 @@ def kv_usage(timeline: pl.DataFrame) -> KvUsage:
     )
 
 
-def last_counters(timeline: pl.DataFrame) -> dict[tuple[int, int, int], dict[str, int]]:
+def last_counters(timeline: pl.DataFrame) -> dict[tuple[int, int, int], dict[str, float]]:
     """The last counters that each engine (start, replica, incarnation) was seen with."""
     table = timeline.group_by(_ENGINE).agg(pl.col(name).max() for name in COUNTERS)
     return {

@@ -3,14 +3,15 @@
 from bulkgen.sizing.architecture import Architecture
 from bulkgen.sizing.device import (
     GIB,
-    UNMEASURED,
     CpuSpeed,
     Device,
     computes_bfloat16,
     cpu_device,
     find_device,
     measure_cpu,
+    processor_name,
     unknown_gpu,
+    usable_cores,
 )
 from bulkgen.sizing.engine_settings import (
     CPU_BLOCK_SIZES,
@@ -45,7 +46,6 @@ from bulkgen.sizing.serving import Choices, Range, Rows, Serving, serve
 __all__ = [
     "CPU_BLOCK_SIZES",
     "GIB",
-    "UNMEASURED",
     "Architecture",
     "Calibration",
     "Choices",
@@ -83,9 +83,11 @@ __all__ = [
     "least_steps",
     "limit_s",
     "measure_cpu",
+    "processor_name",
     "resolve",
     "serve",
     "share_of_limit",
     "step_work",
     "unknown_gpu",
+    "usable_cores",
 ]

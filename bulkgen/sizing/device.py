@@ -215,9 +215,6 @@ class CpuSpeed:
     flops: float
 
 
-# For who asks nothing of a CPU's speed.
-UNMEASURED = CpuSpeed(1e9, 1e9)
-
 # How many times float32's rate a processor reaches in bfloat16, by Linux's name for the instructions: operations a
 # cycle and core, 1024 in AMX tiles, 128 with AVX512-BF16 and 64 in AVX-512 float32 (Intel, "Intel AMX" overview and
 # optimization manual); BFMMLA does four times the operations of FMLA (Arm, Neoverse V1 optimization guide).
@@ -264,6 +261,12 @@ def computes_bfloat16() -> bool:
     long as in float32 (`generate_s` of `bulkgen run jobs/summaries.yaml --set engine.dtype=bfloat16`, and without).
     """
     return bfloat16_gain(_text("/proc/cpuinfo")) > 1.0
+
+
+def processor_name() -> str:
+    """What this machine's processor calls itself; empty where it does not."""
+    found = re.search(r"^(?:model name|CPU part)\s*:\s*(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def has_amx() -> bool:

@@ -257,10 +257,11 @@ def _terms(step: Step) -> tuple[float, float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """A step as measured."""
+    """A step as measured, or several one after the other: what is in all of them together, and their seconds."""
 
     step: Step
     seconds: float
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ def calibrate(samples: Sequence[StepSample]) -> Calibration:
     if not samples or min(sample.seconds for sample in samples) <= 0:
         raise ValueError("a step model needs measured steps, each longer than zero seconds")
     seconds = np.array([sample.seconds for sample in samples])
-    terms = np.array([_terms(sample.step) for sample in samples]) / seconds[:, None]
+    terms = np.array([(sample.steps, *_terms(sample.step)[1:]) for sample in samples]) / seconds[:, None]
     # All columns of one size, so that a context of 10^5 tokens does not make the arithmetic inexact.
     sizes = np.linalg.norm(terms, axis=0)
     used = np.flatnonzero(sizes)

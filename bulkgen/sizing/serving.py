@@ -91,9 +91,23 @@ class Serving:
     bound: Bound
     compute_bound: bool
     steps: int
+    cached_tokens: int
     seconds: Range
     limit_s: float
     measured: bool
+
+    def expectations(self) -> dict[str, Any]:
+        """In plain data, what a run can be held against afterwards."""
+        return {
+            "device": self.device.name,
+            "kv_tokens": self.capacity.tokens,
+            "concurrency": self.concurrency,
+            "steps": self.steps,
+            "cached_tokens": self.cached_tokens,
+            "generate_s": {"low": self.seconds.low, "expected": self.seconds.expected, "high": self.seconds.high},
+            "limit_s": self.limit_s,
+            "measured": self.measured,
+        }
 
     @property
     def fault(self) -> str | None:
@@ -157,6 +171,7 @@ def serve(
         bound=_bound(running, mine.answers, seqs),
         compute_bound=_compute_bound(work, running, mine, device, dtype),
         steps=steps,
+        cached_tokens=rows.shared.get(cache.block_size, 0),
         seconds=seconds,
         limit_s=limit_s(job_work(work, job, steps), device, dtype, gpus),
         measured=step_model is not None,
