@@ -10,9 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from bulkgen.dataset import DataSet, open_dataset
 from bulkgen.engine.demo_model import prepare_demo_model
 from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
+from bulkgen.feed import PRIOR_SHARE, shard_order
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, PlanWriter, bucket_edges
 from bulkgen.prompt import BatchRenderer, ContentHash, Model, PromptSource, Renderer, open_model, way_round
@@ -20,6 +24,10 @@ from bulkgen.records import BadRow, Prompt, RefusedRow
 from bulkgen.results import RefusedWriter
 from bulkgen.rundir import RunDir, read_manifest
 from bulkgen.spec import JobSpec, check_collisions, check_sampling_value
+
+Tokens = npt.NDArray[np.int64]
+# Sequences that an engine runs side by side, as far as the order of shards depends on it.
+_SEQUENCES = 256
 
 
 def open_data(spec: JobSpec) -> DataSet:
@@ -162,12 +170,18 @@ def plan_rows(
             check_columns(spec, renderer.required, dataset.columns_seen())
         check_models(spec, dataset, renderer, rows - refused.rows)
         (writer.folder / run.schema.name).write_bytes(schema.serialize().to_pybytes())
-        return writer.finish(facts | {"content_columns": own.columns}, spec.shards.rows(), spec.engine.replicas)
+        facts = facts | {"content_columns": own.columns}
+        return writer.finish(facts, spec.shards.rows(), spec.engine.replicas, partial(_shard_order, spec))
     except BaseException:
         if refused is not None:
             refused.give_up()
         writer.discard()
         raise
+
+
+def _shard_order(spec: JobSpec, prompt_tokens: Tokens, budgets: Tokens, largest: Tokens) -> Tokens:
+    sequences = spec.engine.replicas * (spec.engine.max_num_seqs or _SEQUENCES)
+    return shard_order(prompt_tokens, PRIOR_SHARE * budgets, PRIOR_SHARE * largest, sequences=sequences)
 
 
 def _contents(

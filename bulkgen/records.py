@@ -195,6 +195,8 @@ class EngineLimits:
     """What an open engine can hold: context and KV cache in tokens, KV block size, running sequences.
 
     `kv_cache_size_tokens` is what the engine itself says it holds, in sequences of the whole context; None: nothing.
+    `max_num_batched_tokens` are those of a step, None where there is no limit. `lag_steps`: steps until it can admit
+    what is submitted, none where it computes in the caller's process.
     """
 
     max_model_len: int
@@ -202,6 +204,8 @@ class EngineLimits:
     block_size: int
     max_num_seqs: int
     kv_cache_size_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
+    lag_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

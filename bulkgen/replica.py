@@ -28,7 +28,7 @@ from typing import Any
 from bulkgen.engine import Engine, EngineSettings, open_engine
 from bulkgen.engine.channel import Channel, Message
 from bulkgen.errors import BulkgenError, EngineError, OutputError
-from bulkgen.feed import TopUp
+from bulkgen.feed import Admission, Candidate
 from bulkgen.plan import Plan, PlannedRow, load_plan
 from bulkgen.records import Completion, Failure, Request, Shard
 from bulkgen.results import About, PartRow, done_row, failed_row, judged, write_part
@@ -97,7 +97,7 @@ class _Uncommitted:
 class _Offered:
     """A row for the engine: of which shard, in it since when (monotonic seconds), for which time, with which sampling.
 
-    Without any sampling it was never sent.
+    `candidate`: as the feed knows it; None for a row that is never sent, since it fits no engine like this one.
     """
 
     shard: int
@@ -105,11 +105,7 @@ class _Offered:
     since: float = 0.0
     attempt: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def sequences(self) -> int:
-        """How many the engine holds for it: one for each answer."""
-        return self.sampling.get("n") or 1 if self.sampling else 0
+    candidate: Candidate | None = None
 
 
 class Replica:
@@ -120,13 +116,13 @@ class Replica:
         self._channel = channel
         self._engine = engine
         self._plan = _open_plan(Path(work.plan))
-        self._feed = TopUp(engine.limits)
+        limits = engine.limits
+        self._feed = Admission(limits, max_num_batched_tokens=limits.max_num_batched_tokens, lag=limits.lag_steps)
         self._shards: list[tuple[Shard, frozenset[int] | None]] = []
         self._wanted = 0
         self._rows = self._planned_rows()
-        self._again: deque[_Offered] = deque()  # failed for a reason that may pass
+        self._again: deque[_Offered] = deque()  # failed for a reason that may pass, or not wanted yet
         self._in_engine: dict[int, _Offered] = {}  # in the order of their offering
-        self._sequences = 0  # of all of them
         self._overrides: dict[str, dict[str, Any]] = {}
         self._uncommitted = _Uncommitted()
         self._writer = ThreadPoolExecutor(1, "parts")
@@ -199,25 +195,29 @@ class Replica:
             self._shards.pop(0)
 
     def _top_up(self) -> None:
-        most = self._sequences + self._feed.room(self._sequences)
         requests: list[Request] = []
         now = time.monotonic()
-        while self._sequences < most:
-            offered = self._again.popleft() if self._again else next(self._rows)
-            if offered is None:
-                break
+        while (offered := self._again.popleft() if self._again else next(self._rows)) is not None:
             row = offered.row
+            if self._fits(row):
+                offered.candidate = candidate = offered.candidate or self._candidate(offered)
+                if not self._feed.admit(candidate):
+                    self._again.appendleft(offered)
+                    break
+                self._feed.offered(row.ordinal, candidate)
+                requests.append(Request(row.ordinal, row.tokens.tolist(), offered.sampling))
             offered.since, offered.attempt = now, self._plan.offers.begin(row.ordinal)
             self._in_engine[row.ordinal] = offered
-            if self._fits(row):
-                offered.sampling = offered.sampling or self._sampling(row)
-                self._sequences += offered.sequences
-                requests.append(Request(row.ordinal, row.tokens.tolist(), offered.sampling))
-            else:
+            if offered.candidate is None:
                 self._finish(Failure(row.ordinal, "larger_than_kv_cache", self._why_too_large(row)))
         if requests:
             self._engine.submit(requests)
             self._first_offered_at = self._first_offered_at or time.time()
+
+    def _candidate(self, offered: _Offered) -> Candidate:
+        row = offered.row
+        offered.sampling = self._sampling(row)
+        return Candidate(len(row.tokens), row.max_tokens, sequences=offered.sampling.get("n") or 1)
 
     def _fits(self, row: PlannedRow) -> bool:
         """Whether the KV cache could hold the row if it were alone; else the engine would keep it waiting for ever."""
@@ -253,6 +253,7 @@ class Replica:
         if results:
             self._last_completed_at = time.time()
         self._end_overdue()
+        self._feed.progress(self._engine.stats())
 
     def _check(self, results: Sequence[Completion | Failure]) -> None:
         """Raise EngineError where results are not those of the rows in the engine: which one errs nobody could say."""
@@ -285,8 +286,9 @@ class Replica:
     def _finish(self, result: Completion | Failure) -> None:
         """A row has come out of the engine: it is done, failed, or to be tried again."""
         offered = self._in_engine.pop(result.index)
-        self._sequences -= offered.sequences
         row = offered.row
+        if offered.candidate is not None:
+            self._feed.ended(row.ordinal, result.output_tokens if isinstance(result, Completion) else None)
         if isinstance(result, Completion):
             result = judged(result, offered.sampling)
         if isinstance(result, Failure) and result.transient:

@@ -9,7 +9,7 @@ import pytest
 from bulkgen.feed.admission import Admission, Candidate
 from bulkgen.feed.expected_output import OutputLengths
 from bulkgen.feed.inside import Inside
-from bulkgen.feed.order import feed_order, longest_first
+from bulkgen.feed.order import feed_order, longest_first, shard_order
 from bulkgen.feed.simulation import Counts, Run, SimulatedLimits, SimulatedRow, ToppedUp, simulate
 from bulkgen.records import EngineLimits, EngineStats
 
@@ -298,3 +298,18 @@ def test_prompts_of_all_lengths_stand_in_every_part() -> None:
     order = feed_order(prompts, np.full(1000, 100), sequences=64, behind_tokens=1e9)
     means = prompts[order].reshape(10, 100).mean(axis=1)
     assert np.ptp(means) < 0.1 * prompts.mean()
+
+
+def test_shards_are_blended_and_those_with_long_answers_do_not_end_last() -> None:
+    prompts = np.repeat([90_000, 1_000], 20)
+    outputs = np.repeat([1_000, 60_000], 20)
+    longest = np.repeat([20, 200], 20)
+    order = shard_order(prompts, outputs, longest, sequences=256)
+    assert sorted(order.tolist()) == list(range(40))
+    # In every quarter some of each kind.
+    for quarter in np.split(order, 4):
+        assert 3 <= int((quarter < 20).sum()) <= 7
+    # A single shard of very long answers goes first where it could not end with the others.
+    late = shard_order(prompts, outputs, np.where(np.arange(40) == 25, 5_000, 20), sequences=256)
+    assert late[0] == 25
+    assert shard_order([], [], [], sequences=256).tolist() == []

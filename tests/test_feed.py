@@ -1,6 +1,6 @@
 """The feed's policy on its own."""
 
-from bulkgen.feed import TopUp
+from bulkgen.feed.topup import TopUp
 from bulkgen.records import EngineLimits
 
 

@@ -1,6 +1,7 @@
 """The plan: shards balanced by tokens, rows found again by key, state that survives a reopening."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,3 +228,20 @@ def test_what_a_state_file_says_is_not_believed(tmp_path: Path) -> None:
     plan.state[:] = [1, 0, 2, 3, 7, 9]
     plan.forget_commits()
     assert plan.state.tolist() == [0, 1] * 3
+
+
+def test_shards_go_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
+    asked: list[list[int]] = []
+
+    def shortest_first(prompts: Any, budgets: Any, largest: Any) -> Any:
+        asked.extend((prompts.tolist(), budgets.tolist(), largest.tolist()))
+        return np.argsort(prompts, kind="stable")
+
+    writer = PlanWriter(tmp_path / "plan", bucket_edges(None, 4096))
+    rows = [prompt(i, 20 + 500 * (i % 2), max_tokens=5) for i in range(40)]
+    writer.add(rows, [(0, 0)] * len(rows))
+    plan = writer.finish({"made_from": "test"}, 10, 1, shortest_first)
+    assert asked == [[5200, 5200, 200, 200], [50, 50, 50, 50], [5, 5, 5, 5]]
+    assert [shard.shard for shard in plan.shards] == [0, 1, 2, 3]
+    assert [shard.prompt_tokens for shard in plan.shards] == [200, 200, 5200, 5200]
+    assert sorted(row.ordinal for shard in plan.shards for row in plan.read(shard)) == list(range(40))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import EngineArgs, LLMEngine, SamplingParams, envs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
@@ -29,6 +29,9 @@ from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Logp
 
 # What a generated answer can end with; vLLM's other reasons (abort, error) mean that there is none.
 _FINISHED = ("stop", "length", "repetition")
+
+
+_LAG_STEPS = 2
 
 
 class _Counters(StatLoggerBase):  # type: ignore[misc]  # vLLM is not read by the type checker
@@ -110,6 +113,9 @@ class VllmEngine:
             block_size=cache.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv_cache_size_tokens=cache.kv_cache_size_tokens,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            # With its core in a process of its own, a step is under way and perhaps one more is scheduled.
+            lag_steps=_LAG_STEPS if envs.VLLM_ENABLE_V1_MULTIPROCESSING else 0,
         )
         self._tokenizer = self._engine.renderer.tokenizer
 

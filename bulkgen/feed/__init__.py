@@ -1,6 +1,8 @@
 """How much work an engine gets at a time: pure policy, no engine, no clock, no files."""
 
+from bulkgen.feed.admission import Admission, Candidate
+from bulkgen.feed.expected_output import PRIOR_SHARE
+from bulkgen.feed.order import shard_order
 from bulkgen.feed.suspects import Inquest, Suspect
-from bulkgen.feed.topup import TopUp
 
-__all__ = ["Inquest", "Suspect", "TopUp"]
+__all__ = ["PRIOR_SHARE", "Admission", "Candidate", "Inquest", "Suspect", "shard_order"]

@@ -96,6 +96,7 @@ class Admission:
         self._learned = 0.0
         self._summed = -np.inf
         self._sums: Floats = np.zeros((4, len(_AHEAD)))  # as `_moments`
+        self._whole_budgets = 0  # blocks, if each row inside used its budget and shared nothing
         self._refused: Candidate | None = None
         self._asked: tuple[Candidate, Floats] | None = None
 
@@ -110,6 +111,8 @@ class Admission:
             return True
         if self._inside.sequences + candidate.sequences > self.most or candidate is self._refused:
             return False
+        if self._whole_budgets + self._most_blocks(candidate) <= self._blocks:
+            return True  # whatever the answers will be
         if self._clock - self._summed >= _STEPS_HELD:
             self._add_up()
         needed = self._needed(candidate)
@@ -123,18 +126,23 @@ class Admission:
 
     def offered(self, index: int, candidate: Candidate) -> None:
         """The row was given to the engine; `index` names it until it ends."""
-        known = self._asked is not None and self._asked[0] is candidate
-        self._sums += self._asked[1] if known and self._asked is not None else self._needed(candidate)
+        if self._asked is not None and self._asked[0] is candidate:
+            self._sums += self._asked[1]
+        else:
+            self._summed = -np.inf
         self._asked = None
+        self._whole_budgets += self._most_blocks(candidate)
         shared = self._shared_blocks(candidate) * self._size
         kind = self.lengths.kind(candidate.prompt_tokens, candidate.max_tokens)
-        self._inside.add(index, candidate.prompt_tokens - shared, candidate.max_tokens, kind, candidate.sequences)
+        own_tokens, most_blocks = candidate.prompt_tokens - shared, self._most_blocks(candidate)
+        self._inside.add(index, own_tokens, candidate.max_tokens, kind, candidate.sequences, most_blocks)
         if shared:
             self._inside.share(index, candidate.group, shared // self._size)
 
     def ended(self, index: int, output_tokens: int | None) -> None:
         """A row is out of the engine, with so many tokens in all its answers; None if it has no answer."""
         row = self._inside.remove(index)
+        self._whole_budgets -= row.most_blocks
         self._ended += row.sequences
         if output_tokens is not None:
             each = max(1, round(output_tokens / row.sequences))
@@ -162,6 +170,10 @@ class Admission:
         lost_tokens = float(lost.sum()) + max(0, preempted - len(lost)) * usual
         change = _GAIN * (lost_tokens - self._share * computed) / usual
         self.caution = min(_MOST_CAUTION, max(_LEAST_CAUTION, self.caution + change))
+
+    def _most_blocks(self, candidate: Candidate) -> int:
+        """What it can hold at most."""
+        return candidate.sequences * -(-(candidate.prompt_tokens + candidate.max_tokens) // self._size)
 
     def _shared_blocks(self, candidate: Candidate) -> int:
         """Whole blocks of its prompt that it has in common with its group, one token at least being its own."""

@@ -13,6 +13,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int64]
 
+# Of its budget, what an answer is taken to have on average before anything is known.
+PRIOR_SHARE = 0.25
 # Ranges of output tokens: two an octave, the last one without end.
 _OCTAVES = 21
 EDGES: Floats = np.unique([0, 1, 2, 3, *(k << i for i in range(1, _OCTAVES) for k in (2, 3))]).astype(np.float64)
@@ -35,11 +37,12 @@ class OutputLengths:
     Before any answer has ended they are taken to end at random, after `prior_share` of their budget on average.
     """
 
-    def __init__(self, prior_share: float = 0.25) -> None:
+    def __init__(self, prior_share: float = PRIOR_SHARE) -> None:
         shape = (_BUDGETS, _PROMPTS, len(EDGES))
         self.ends = 0  # answers that ended by themselves
         self._ends: Floats = np.zeros(shape)
         self._at_risk: Floats = np.zeros(shape)  # tokens of answers that have ended
+        self._new: list[tuple[int, int, bool]] = []
         self._prior_tokens = np.maximum(1.0, prior_share * 0.75 * 2.0 ** np.arange(_BUDGETS))[:, None, None]
         self._chance: Floats
         self._sum: Floats
@@ -53,17 +56,26 @@ class OutputLengths:
 
     def ended(self, kind: int, output_tokens: int, max_tokens: int) -> None:
         """An answer is whole. What it teaches counts from the next `learn`."""
-        budget, prompt = divmod(kind, _PROMPTS)
-        self._at_risk[budget, prompt] += np.clip(output_tokens - EDGES, 0.0, _WIDTHS)
-        if output_tokens < max_tokens:
-            self.ends += 1
-            self._ends[budget, prompt, max(0, int(np.searchsorted(EDGES, output_tokens)) - 1)] += 1.0
-        if self._ends[budget].sum() > _MEMORY:
-            self._ends[budget] /= 2
-            self._at_risk[budget] /= 2
+        self.ends += output_tokens < max_tokens
+        self._new.append((kind, output_tokens, output_tokens < max_tokens))
+        if len(self._new) >= _MEMORY:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Count the answers that became whole since the last time."""
+        kinds, tokens, ended = (np.array(column) for column in zip(*self._new, strict=True))
+        self._new.clear()
+        np.add.at(self._at_risk.reshape(-1, len(EDGES)), kinds, np.clip(tokens[:, None] - EDGES, 0.0, _WIDTHS))
+        places = np.maximum(0, np.searchsorted(EDGES, tokens[ended]) - 1)
+        np.add.at(self._ends.reshape(-1, len(EDGES)), (kinds[ended], places), 1.0)
+        full = self._ends.sum(axis=(1, 2)) > _MEMORY
+        self._ends[full] /= 2
+        self._at_risk[full] /= 2
 
     def learn(self, kinds: Kinds | None = None, tokens: Floats | None = None) -> None:
         """Estimate anew. `kinds` and `tokens` (of the answer so far) are those of rows that go on."""
+        if self._new:
+            self._take_in()
         at_risk = self._at_risk
         if kinds is not None and tokens is not None:
             at_risk = at_risk.copy()

@@ -18,7 +18,8 @@ from bulkgen.feed.expected_output import Floats, Kinds
 class InsideRow:
     """A row in the engine. `own_tokens`: of its prompt, without whole blocks that it shares with others.
 
-    `tokens` of its answer were there at `since`, a step; nothing comes to them while it waits.
+    `tokens` of its answer were there at `since`, a step; nothing comes to them while it waits. It can hold at most
+    `most_blocks`.
     """
 
     index: int
@@ -27,6 +28,7 @@ class InsideRow:
     kind: int
     sequences: int
     slot: int
+    most_blocks: int = 0
     tokens: float = 0.0
     since: float = 0.0
     running: bool = False
@@ -83,14 +85,27 @@ class Inside:
     _waiting: deque[InsideRow] = field(default_factory=deque)
     _groups: dict[int, _Group] = field(default_factory=dict)
     _table: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros(64, _COLUMNS))
+    # Columns of it.
+    _tokens: Floats = field(init=False)
+    _since: Floats = field(init=False)
+    _runs: npt.NDArray[np.bool_] = field(init=False)
 
-    def add(self, index: int, own_tokens: int, max_tokens: int, kind: int, sequences: int) -> None:
+    def __post_init__(self) -> None:
+        self._point_at_columns()
+
+    def _point_at_columns(self) -> None:
+        self._tokens, self._since, self._runs = (self._table[name] for name in ("tokens", "since", "running"))
+
+    def add(
+        self, index: int, own_tokens: int, max_tokens: int, kind: int, sequences: int, most_blocks: int = 0
+    ) -> None:
         """A row was offered."""
-        row = InsideRow(index, own_tokens, max_tokens, kind, sequences, slot=len(self._by_slot))
+        row = InsideRow(index, own_tokens, max_tokens, kind, sequences, len(self._by_slot), most_blocks)
         self._rows[index] = row
         self._by_slot.append(row)
         if row.slot == len(self._table):
             self._table = np.concatenate((self._table, np.zeros_like(self._table)))
+            self._point_at_columns()
         self._table[row.slot] = (own_tokens, max_tokens, kind, sequences, 0.0, 0.0, False)
         self._wait(row, 1)
         self._waiting.append(row)
@@ -147,7 +162,7 @@ class Inside:
                 row.since, row.running = clock, True
                 self._run(row, 1)
                 self._running.append(row)
-                self._table[["since", "running"]][row.slot] = (clock, True)
+                self._since[row.slot], self._runs[row.slot] = clock, True
         lost = []
         while self._running and self._waiting_sequences < waiting:
             row = self._running.pop()
@@ -157,7 +172,7 @@ class Inside:
                 row.running = False
                 self._waiting.appendleft(row)
                 self._wait(row, 1)
-                self._table[["tokens", "running"]][row.slot] = (row.tokens, False)
+                self._tokens[row.slot], self._runs[row.slot] = row.tokens, False
                 lost.append((row.own_tokens + row.tokens) * row.sequences)
         if len(self._running) > 64 + 2 * len(self._rows):
             self._running = [row for row in self._running if row.inside]

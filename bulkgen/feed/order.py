@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Permutation = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 # Its multiples, without their whole part, fill an interval evenly however many there are (the golden ratio).
 _GOLDEN = (5**0.5 - 1) / 2
@@ -47,17 +48,34 @@ def feed_order(
     if not len(prompts):
         return np.zeros(0, np.int64)
     unit = _units(group, len(prompts))
-    outputs = np.bincount(unit, expected)
-    share = np.bincount(unit, prompts) / np.maximum(1.0, np.bincount(unit, prompts) + outputs)
+    longest = _most(unit, expected)
+    prompt_sums, sums = (np.bincount(unit, tokens).astype(np.float64) for tokens in (prompts, expected))
+    key = _places(prompt_sums, sums, longest, sequences, behind_tokens)
+    order: Permutation = np.lexsort((-expected, unit, -longest[unit], key[unit])).astype(np.int64)
+    return order
+
+
+def shard_order(
+    prompt_tokens: npt.ArrayLike, expected_tokens: npt.ArrayLike, longest_expected: npt.ArrayLike, *, sequences: int
+) -> Permutation:
+    """As `feed_order`, for whole shards: their sums of tokens, and what is expected of the longest answer in each."""
+    longest = np.asarray(longest_expected, np.float64)
+    if not len(longest):
+        return np.zeros(0, np.int64)
+    prompts, expected = np.asarray(prompt_tokens, np.float64), np.asarray(expected_tokens, np.float64)
+    order: Permutation = np.lexsort((-longest, _places(prompts, expected, longest, sequences, 0.0))).astype(np.int64)
+    return order
+
+
+def _places(prompts: Floats, outputs: Floats, longest: Floats, sequences: int, behind_tokens: float) -> Floats:
+    """Where each unit should begin, as a share of the whole: blended, or earlier where it would end too late."""
+    share = prompts / np.maximum(1.0, prompts + outputs)
     rank = np.empty(len(share))
     rank[np.argsort(share, kind="stable")] = np.arange(len(share))
     blended = (rank + 0.5) * _GOLDEN % 1.0
-    steps = max(1.0, float(expected.sum())) / sequences
-    longest = _most(unit, expected)
-    latest = (steps + behind_tokens / sequences - _CARE * longest) / steps
-    key = np.minimum(blended, latest)
-    order: Permutation = np.lexsort((-expected, unit, -longest[unit], key[unit])).astype(np.int64)
-    return order
+    steps = max(1.0, float(outputs.sum())) / sequences
+    latest: Floats = (steps + behind_tokens / sequences - _CARE * longest) / steps
+    return np.minimum(blended, latest)
 
 
 def _units(group: npt.ArrayLike | None, rows: int) -> Permutation:

@@ -1,4 +1,6 @@
-"""The feed's policy: keep the engine's own queue topped up, far enough ahead and no further.
+"""The simplest policy: keep the engine's own queue topped up, far enough ahead and no further.
+
+What `Admission` is compared with in simulation; where the KV cache is never the limit the two do the same.
 
 A continuously batching engine admits from its waiting queue at every step. As long as something waits there, a
 sequence that ends is replaced in the next step; as soon as nothing waits, the batch shrinks. Offering the whole data

@@ -1,9 +1,9 @@
 """Writing a plan, one pass, bounded memory: some tens of bytes a row, and one unwritten batch a bucket."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from bulkgen.plan.planned import (
 )
 from bulkgen.records import Prompt, RefusedRow, Shard
 from bulkgen.rundir import sync
+
+Tokens = npt.NDArray[np.int64]
+ShardOrder = Callable[[Tokens, Tokens, Tokens], npt.NDArray[np.int64]]
 
 # A batch is the least that a shard can read; shards begin and end inside of batches.
 _BATCH_ROWS = 1024
@@ -134,10 +137,13 @@ class PlanWriter:
             bucket = self._buckets[number] = _Bucket(stem, int(self._edges[number]))
         return bucket
 
-    def finish(self, facts: dict[str, Any], target_rows: int | None, replicas: int) -> Plan:
-        """Cut shards, longest prompts first, write the index, and rename the plan into place.
+    def finish(
+        self, facts: dict[str, Any], target_rows: int | None, replicas: int, in_order: ShardOrder | None = None
+    ) -> Plan:
+        """Cut shards, put them in order, write the index, and rename the plan into place.
 
-        `facts` is stored as it is: what the plan was made from.
+        `facts` is stored as it is: what the plan was made from. `in_order` tells the order in which shards go, from
+        their prompt tokens, output budgets and the largest budget of a row in each; without it, longest prompts first.
         """
         try:
             self._keys.close()
@@ -152,7 +158,7 @@ class PlanWriter:
             state[self._refused] = REFUSED
             state.tofile(self.folder / "state.bin")
             np.zeros(self._rows, OFFER_TYPE).tofile(self.folder / "offers.bin")
-            shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas))
+            shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas), in_order)
             facts = facts | {
                 "rows": self._rows,
                 "refused": len(self._refused),
@@ -177,13 +183,20 @@ class PlanWriter:
                 close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _cut(self, target_rows: int) -> list[Shard]:
+    def _cut(self, target_rows: int, in_order: ShardOrder | None) -> list[Shard]:
         shards: list[Shard] = []
+        largest: list[int] = []
         for number in sorted(self._buckets, reverse=True):
             rows = np.fromfile(self.folder / f"{_stem(number)}.rows", ROW_TYPE)
             longest = self._buckets[number].longest
-            shards += cut_shards(number, longest, rows["prompt_tokens"], rows["max_tokens"], target_rows, len(shards))
-        return shards
+            cut = cut_shards(number, longest, rows["prompt_tokens"], rows["max_tokens"], target_rows, len(shards))
+            largest += [int(rows["max_tokens"][s.first : s.first + s.rows].max()) for s in cut]
+            shards += cut
+        if in_order is None:
+            return shards
+        sums = np.array([(s.prompt_tokens, s.budget_tokens) for s in shards], np.int64).reshape(-1, 2)
+        places = in_order(sums[:, 0], sums[:, 1], np.array(largest, np.int64))
+        return [replace(shards[old], shard=new) for new, old in enumerate(places)]
 
 
 def _stem(bucket: int) -> str:
