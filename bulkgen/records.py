@@ -196,7 +196,7 @@ class EngineLimits:
 
     `kv_cache_size_tokens` is what the engine itself says it holds, in sequences of the whole context; None: nothing.
     `max_num_batched_tokens` are those of a step, None where there is no limit. `lag_steps`: steps until it can admit
-    what is submitted, none where it computes in the caller's process.
+    what is submitted, none where it computes in the caller's process and one step at a time.
     """
 
     max_model_len: int
@@ -214,7 +214,8 @@ class EngineStats:
 
     `prompt_tokens` counts prefilled prompts whole, `cached_tokens` the part of them that the prefix cache held; a
     request for n answers counts as n in both, as it does in `running` and `waiting`. `steps` are those computed and
-    `step_s` the seconds in them; `held_s` the seconds for which the engine held requests, as who feeds it saw it.
+    `step_s` the seconds in them (where the engine computes beside its caller: from one result to the next);
+    `held_s` the seconds for which the engine held requests, as who feeds it saw it.
     """
 
     running: int

@@ -193,19 +193,71 @@ def test_a_row_with_several_answers_counts_as_many_sequences() -> None:
     feed = Admission(LIMITS)
     feed.offered(0, Candidate(10, 10, sequences=12))
     assert feed.in_engine == 12
-    assert not feed.admit(Candidate(10, 10, sequences=5))
+    # The last one may have more answers than there are places: else some would stay empty.
+    assert feed.admit(Candidate(10, 10, sequences=5))
+    feed.offered(1, Candidate(10, 10, sequences=5))
+    assert not feed.admit(Candidate(10, 10))
     feed.ended(0, None)
+    feed.ended(1, None)
     assert feed.in_engine == 0
+
+
+def test_a_row_admitted_in_part_is_no_preemption() -> None:
+    feed = Admission(LIMITS)
+    feed.offered(0, Candidate(10, 10, sequences=8))
+    before = feed.caution
+    for output in range(40):
+        feed.progress(EngineStats(4, 4, 0.1, 0, 80, 0, 4 * output))
+    assert feed.caution <= before
+
+
+def test_rows_that_end_in_their_first_step_teach_nothing_about_caution() -> None:
+    feed = Admission(LIMITS)
+    before = feed.caution
+    for index in range(5):
+        feed.offered(index, Candidate(3000, 1))
+    for index in range(5):
+        feed.ended(index, 1)
+    feed.progress(EngineStats(0, 0, 0.0, 0, 15_000, 0, 5))
+    assert feed.caution == before
+
+
+def test_cut_answers_are_forgotten_as_others_are() -> None:
+    lengths = OutputLengths()
+    kind = lengths.kind(50, 512)
+    for _ in range(100_000):
+        lengths.ended(kind, 512, 512)
+    for _ in range(20_000):
+        lengths.ended(kind, 40, 512)
+    lengths.learn()
+    assert lengths.expected(50, 512) < 150
+
+
+def test_rows_that_go_before_they_ran_leave_nothing_behind() -> None:
+    inside = Inside(16)
+    inside.add(0, own_tokens=10, max_tokens=99, kind=0, sequences=1)
+    for index in range(1, 1000):
+        inside.add(index, own_tokens=10, max_tokens=99, kind=0, sequences=1)
+        inside.follow(waiting=1, clock=1.0, preempted=0)
+        inside.remove(index)
+    assert len(inside._waiting) == 0
+
+
+def test_a_cache_that_several_groups_of_layers_share_is_as_large_as_the_engine_says() -> None:
+    told = EngineLimits(1 << 20, 16 * 1000, 16, 8, kv_cache_size_tokens=16 * 250)
+    feed = Admission(told, lengths=OutputLengths(1.0))
+    feed.offered(0, Candidate(16 * 100, 16 * 100))
+    assert not feed.admit(Candidate(16 * 100, 16 * 100))
 
 
 def test_those_that_wait_are_the_last_ones_offered() -> None:
     inside = Inside(16)
     for index in range(4):
         inside.add(index, own_tokens=10 * (index + 1), max_tokens=99, kind=0, sequences=1)
-    inside.follow(waiting=1, clock=5.0)
+    inside.follow(waiting=1, clock=5.0, preempted=0)
     inside.remove(0)
     # Of those that run, 1 and 2, the later one was preempted after three steps.
-    assert inside.follow(waiting=2, clock=8.0).tolist() == [33.0]
+    assert inside.follow(waiting=2, clock=8.0, preempted=1).tolist() == [33.0]
     table = inside.table(8.0)
     assert dict(zip(table.own_tokens.tolist(), table.so_far.tolist(), strict=True)) == {20.0: 3.0, 30.0: 3.0, 40.0: 0.0}
     assert table.own_tokens[table.running].tolist() == [20.0]

@@ -31,6 +31,7 @@ from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Logp
 _FINISHED = ("stop", "length", "repetition")
 
 
+# Of an engine that computes beside its caller: a step is under way, and perhaps one more is scheduled.
 _LAG_STEPS = 2
 
 
@@ -104,6 +105,9 @@ class VllmEngine:
             cure = memory_cure(f"{type(e).__name__}: {e}")
             raise EngineError(f"{words}; {cure}" if cure else words) from e
         config = self._engine.vllm_config
+        # Whether steps are computed beside the caller: by a core in a process of its own, or several at a time.
+        self._beside = bool(envs.VLLM_ENABLE_V1_MULTIPROCESSING or config.scheduler_config.async_scheduling)
+        self._stepped_at = 0.0
         cache = config.cache_config
         self.limits = EngineLimits(
             max_model_len=config.model_config.max_model_len,
@@ -114,8 +118,7 @@ class VllmEngine:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv_cache_size_tokens=cache.kv_cache_size_tokens,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            # With its core in a process of its own, a step is under way and perhaps one more is scheduled.
-            lag_steps=_LAG_STEPS if envs.VLLM_ENABLE_V1_MULTIPROCESSING else 0,
+            lag_steps=_LAG_STEPS if self._beside else 0,
         )
         self._tokenizer = self._engine.renderer.tokenizer
 
@@ -173,16 +176,18 @@ class VllmEngine:
         self._refused.clear()
         if not self._open:
             return done
-        began = time.monotonic()
+        began = (self._beside and self._stepped_at) or time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception as e:  # vLLM raises whatever its core died of
             raise EngineError(f"vLLM died: {_last_words(e)}") from e
         self._steps += 1
-        self._step_s += time.monotonic() - began
+        now = time.monotonic()
+        self._step_s += now - began
         for output in outputs:
             if output.finished and isinstance(output, RequestOutput):
                 done += self._ended(output)
+        self._stepped_at = now if self._open else 0.0
         return done
 
     def _ended(self, output: RequestOutput) -> list[Completion | Failure]:

@@ -26,12 +26,15 @@ from bulkgen.feed.inside import Inside
 from bulkgen.records import EngineLimits, EngineStats
 
 # Steps ahead at which blocks are added up. A row that reaches its budget between two of them counts until the later.
-_AHEAD: Floats = np.array([0, 1, 2, 4, *(k << i for i in range(2, 14) for k in (2, 3))], np.float64)
+_AHEAD: Floats = np.array([0, 1, 2, 4, *(k << i for i in range(2, 18) for k in (2, 3))], np.float64)
 _BEFORE: Floats = np.concatenate(([0.0], _AHEAD[:-1]))
 # Standard deviation, as a share of the KV cache, of what is not known of rows of which all seems known.
 _BLUR = 0.002
-# A sum holds for so many steps unless something ends.
+# A sum holds for so many steps, and until more than this share of the rows inside has ended.
 _STEPS_HELD = 8.0
+_ENDS_HELD = 1 / 128
+# An engine that says to hold less than this share of its blocks' tokens has several groups of layers.
+_SEVERAL_GROUPS = 0.9
 # Lengths are estimated anew so often.
 _STEPS_LEARNED = 32.0
 
@@ -83,8 +86,11 @@ class Admission:
         self.caution = _FIRST_CAUTION
         self.lengths = OutputLengths() if lengths is None else lengths
         self._size = limits.block_size
+        # Where layers are of several kinds, a token takes a block in more than one group.
+        told = limits.kv_cache_size_tokens or limits.kv_tokens
+        tokens = told if told < _SEVERAL_GROUPS * limits.kv_tokens else limits.kv_tokens
         # vLLM keeps one block for itself: BlockPool.null_block in vllm/v1/core/block_pool.py.
-        self._blocks = max(1, limits.kv_tokens // limits.block_size - 1)
+        self._blocks = max(1, tokens // limits.block_size - 1)
         self._batched_tokens = max_num_batched_tokens
         self._share = recompute_share
         self._lag = float(lag)
@@ -92,10 +98,11 @@ class Admission:
         self._inside = Inside(limits.block_size)
         self._stats = EngineStats(0, 0, 0.0, 0, 0, 0, 0)
         self._clock = 0.0
-        self._ended = 0
+        self._ended = self._ended_since = 0
         self._learned = 0.0
         self._summed = -np.inf
         self._sums: Floats = np.zeros((4, len(_AHEAD)))  # as `_moments`
+        self._usual = 0.0  # tokens of a row that runs, as last seen
         self._whole_budgets = 0  # blocks, if each row inside used its budget and shared nothing
         self._refused: Candidate | None = None
         self._asked: tuple[Candidate, Floats] | None = None
@@ -109,7 +116,8 @@ class Admission:
         """Whether this row is wanted in the engine right now."""
         if not self._inside.sequences:
             return True
-        if self._inside.sequences + candidate.sequences > self.most or candidate is self._refused:
+        # The last one may have more answers than there is room: nobody else could fill what it leaves.
+        if self._inside.sequences >= self.most or candidate is self._refused:
             return False
         if self._whole_budgets + self._most_blocks(candidate) <= self._blocks:
             return True  # whatever the answers will be
@@ -144,29 +152,33 @@ class Admission:
         row = self._inside.remove(index)
         self._whole_budgets -= row.most_blocks
         self._ended += row.sequences
+        self._ended_since += row.sequences
         if output_tokens is not None:
             each = max(1, round(output_tokens / row.sequences))
             self.lengths.ended(row.kind, each, row.max_tokens)
-        self._summed = -np.inf
+        if self._ended_since > _ENDS_HELD * self._inside.sequences:
+            self._summed = -np.inf
 
     def progress(self, stats: EngineStats) -> None:
         """The engine was polled: its counters now."""
         last, self._stats = self._stats, stats
         output = stats.output_tokens - last.output_tokens
-        # Whatever ended since was running before.
+        # Whatever ended since was running before, save what was cancelled while it waited.
         self._clock += output / max(1, stats.running + self._ended)
         self._ended = 0
         self._refused = None
-        lost = self._inside.follow(stats.waiting, self._clock)
-        computed = output + stats.prompt_tokens - last.prompt_tokens - (stats.cached_tokens - last.cached_tokens)
         preempted = stats.preemptions - last.preemptions
+        lost = self._inside.follow(stats.waiting, self._clock, preempted)
+        computed = output + stats.prompt_tokens - last.prompt_tokens - (stats.cached_tokens - last.cached_tokens)
         if preempted:
             self._summed = -np.inf
         self._adjust(max(0, computed), preempted, lost)
 
     def _adjust(self, computed: int, preempted: int, lost: Floats) -> None:
         """The caution after so many tokens computed and sequences preempted, whose tokens are `lost` where known."""
-        usual = self._inside.mean_tokens(self._clock)
+        usual = self._usual = self._inside.mean_tokens(self._clock) or self._usual
+        if not usual:
+            return  # no row was ever seen running
         lost_tokens = float(lost.sum()) + max(0, preempted - len(lost)) * usual
         change = _GAIN * (lost_tokens - self._share * computed) / usual
         self.caution = min(_MOST_CAUTION, max(_LEAST_CAUTION, self.caution + change))
@@ -199,9 +211,9 @@ class Admission:
             now = float((np.ceil((rows.own_tokens + rows.so_far) / self._size) * rows.sequences)[running].sum())
             error = self._stats.kv_usage * self._blocks - now - shared
             blocks[running] += rows.sequences[running, None] * (error / sequences)
-        self._sums = _moments(chance, blocks).sum(axis=1)
+        self._sums = _moments(chance, blocks, rows.sequences[:, None]).sum(axis=1)
         self._sums[[0, 3]] += shared
-        self._summed = self._clock
+        self._summed, self._ended_since = self._clock, 0
 
     def _chance(self, kind: Kinds, so_far: Floats, ahead: Floats, before: Floats, max_tokens: Floats) -> Floats:
         """Chances that rows are there so many steps ahead, where those count that only their budget has ended since."""
@@ -222,18 +234,20 @@ class Admission:
         chance = self._chance(kind, np.zeros(1), after, before, most)[0]
         chance[wait > _AHEAD] = 0.0
         blocks = candidate.sequences * np.ceil((own + np.minimum(after, most)) / self._size)
-        needed = _moments(chance, blocks)
+        needed = _moments(chance, blocks, float(candidate.sequences))
         if shared and not self._inside.has_group(candidate.group):
             needed[[0, 3]] += shared
         return needed
 
 
-def _moments(chance: Floats, blocks: Floats) -> Floats:
+def _moments(chance: Floats, blocks: Floats, sequences: Floats | float) -> Floats:
     """Blocks that rows hold with these chances: mean, variance, doubt, and what they are if nothing ends by itself.
 
+    The sequences of a row have `blocks` together, and end each by itself.
     The doubt is how much higher the mean is, to first order, if ends are rarer by the whole of their number. Unlike
     luck it does not even out between rows; it gets less the more have ended.
     """
     held = chance * blocks
     doubt = -held * np.log(np.maximum(chance, 1e-9))
-    return np.stack((held, held * (blocks - held), doubt, np.where(chance > 0.0, blocks, 0.0)))
+    variance = held * (blocks - held) / sequences
+    return np.stack((held, variance, doubt, np.where(chance > 0.0, blocks, 0.0)))

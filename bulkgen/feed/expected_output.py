@@ -42,6 +42,7 @@ class OutputLengths:
         self.ends = 0  # answers that ended by themselves
         self._ends: Floats = np.zeros(shape)
         self._at_risk: Floats = np.zeros(shape)  # tokens of answers that have ended
+        self._answers: Floats = np.zeros(_BUDGETS)  # ended and cut, by class of budget
         self._new: list[tuple[int, int, bool]] = []
         self._prior_tokens = np.maximum(1.0, prior_share * 0.75 * 2.0 ** np.arange(_BUDGETS))[:, None, None]
         self._chance: Floats
@@ -68,9 +69,10 @@ class OutputLengths:
         np.add.at(self._at_risk.reshape(-1, len(EDGES)), kinds, np.clip(tokens[:, None] - EDGES, 0.0, _WIDTHS))
         places = np.maximum(0, np.searchsorted(EDGES, tokens[ended]) - 1)
         np.add.at(self._ends.reshape(-1, len(EDGES)), (kinds[ended], places), 1.0)
-        full = self._ends.sum(axis=(1, 2)) > _MEMORY
-        self._ends[full] /= 2
-        self._at_risk[full] /= 2
+        self._answers += np.bincount(kinds // _PROMPTS, minlength=_BUDGETS)
+        full = self._answers > _MEMORY
+        for counts in (self._ends, self._at_risk, self._answers):
+            counts[full] /= 2
 
     def learn(self, kinds: Kinds | None = None, tokens: Floats | None = None) -> None:
         """Estimate anew. `kinds` and `tokens` (of the answer so far) are those of rows that go on."""

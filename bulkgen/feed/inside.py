@@ -1,8 +1,8 @@
 """The rows that an engine holds, as far as one can know from outside: which run, and how many tokens each has.
 
 vLLM tells how many sequences wait, not which. First come, first served, and who is preempted goes to the front: so
-those waiting are always the last ones offered (`Scheduler.schedule`, `_preempt_request` in
-`vllm/v1/core/sched/scheduler.py`).
+those waiting are the last ones offered (`Scheduler.schedule`, `_preempt_request` in `vllm/v1/core/sched/scheduler.py`),
+but for requests whose structured output is still being compiled, which others pass.
 """
 
 from collections import deque
@@ -140,6 +140,8 @@ class Inside:
             self._run(row, -1)
         else:
             self._wait(row, -1)
+            while self._waiting and not self._waiting[0].inside:
+                self._waiting.popleft()
         last = self._by_slot.pop()
         if last is not row:
             self._table[row.slot] = self._table[last.slot]
@@ -153,8 +155,12 @@ class Inside:
                 del self._groups[row.group]
         return row
 
-    def follow(self, waiting: int, clock: float) -> Floats:
-        """The engine says that so many sequences wait. Returns the tokens of each row that went back to waiting."""
+    def follow(self, waiting: int, clock: float, preempted: int) -> Floats:
+        """The engine says that so many sequences wait, and that it has thrown out so many since it was last asked.
+
+        Returns the tokens of each row that went back to waiting: none but for that reason. A count may be late where
+        rows were taken out, and a row whose sequences wait in part counts as running.
+        """
         while self._waiting and self._waiting_sequences > waiting:
             row = self._waiting.popleft()
             if row.inside:
@@ -163,8 +169,8 @@ class Inside:
                 self._run(row, 1)
                 self._running.append(row)
                 self._since[row.slot], self._runs[row.slot] = clock, True
-        lost = []
-        while self._running and self._waiting_sequences < waiting:
+        lost: list[float] = []
+        while self._running and self._waiting_sequences < waiting and len(lost) < preempted:
             row = self._running.pop()
             if row.inside:
                 self._run(row, -1)
@@ -179,9 +185,9 @@ class Inside:
         return np.array(lost, np.float64)
 
     def mean_tokens(self, clock: float) -> float:
-        """Tokens that a row which runs has on average, but for whole blocks that it shares; 1 if there are none."""
+        """Tokens that a row which runs has on average, but for whole blocks that it shares; 0 if there are none."""
         if not self.running_rows:
-            return 1.0
+            return 0.0
         return max(1.0, (self._running_tokens + self.running_rows * clock) / self.running_rows)
 
     def table(self, clock: float) -> InsideTable:
