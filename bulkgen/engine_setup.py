@@ -1,5 +1,6 @@
 """How a job's engines are set up: on what, with which settings for the rows of its plan, and what each replica gets."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ import numpy as np
 from bulkgen.engine import EngineSettings
 from bulkgen.engine.devices import Share, divide, gpus_here, runs_on_cpu, vllm_version
 from bulkgen.errors import SpecError
-from bulkgen.plan import Plan, Workload, measure
-from bulkgen.profiles import cpu_speed, load_profile
+from bulkgen.plan import BLOCK_SIZES, Plan, Workload, measure
+from bulkgen.profiles import Profile, cpu_speed, load_profile
 from bulkgen.prompt import Model
 from bulkgen.seat import ReplicaSetup
 from bulkgen.sizing import (
@@ -33,9 +34,9 @@ from bulkgen.sizing import (
 )
 from bulkgen.spec import JobSpec
 
-# Of larger plans prefixes are not counted in each start: it would take seconds.
-_MEASURED_ROWS = 200_000
-BLOCK_SIZES = (16, 32, 64, 128)
+# Variables that say something about an engine, and are the user's wherever they were set.
+_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_OWN_VARIABLES = (_SPACE, "VLLM_ALLOW_LONG_MAX_MODEL_LEN")
 
 
 def device_here() -> Device:
@@ -86,14 +87,11 @@ def fit_engine(spec: JobSpec, model: Model, plan: Plan) -> Fit:
     if engine.kind != "vllm":
         return Fit()
     device = device_here()
-    workload = None
-    if plan.rows <= _MEASURED_ROWS:
-        workload = measure(plan, spec.sampling.constants(), block_sizes=block_sizes(spec))
-    rows = rows_in_numbers(plan, workload)
+    rows = rows_in_numbers(plan, measure(plan, spec.sampling.constants(), block_sizes=block_sizes(spec)))
     try:
         return fit(spec, model, rows, device)
-    except SpecError:
-        # A model that the arithmetic does not know may be one that the engine does.
+    except Exception:
+        # What the arithmetic does not know may be known to the engine; nobody's job should end for advice.
         place = Place(device=device, bfloat16=computes_bfloat16())
         return Fit(resolve(engine.vllm_args(), rows.demand(), place, model.context_length))
 
@@ -104,14 +102,33 @@ def fit(spec: JobSpec, model: Model, rows: Rows, device: Device) -> Fit:
     Raises SpecError for what vLLM would refuse, and for a model that is not known.
     """
     engine = spec.engine
-    architecture = Architecture.of(model.config)
-    choices = Choices(args=engine.vllm_args(), env=engine.environment(), replicas=engine.replicas)
-    serving = serve(architecture, rows, device, choices, bfloat16=computes_bfloat16())
-    key = _profile_key(model, device, choices, serving)
-    profile = load_profile(key)
-    if profile is not None:
-        serving = serve(architecture, rows, device, choices, bfloat16=computes_bfloat16(), step_model=profile.steps)
+    choices = Choices(args=engine.vllm_args(), env=engine_environment(spec), replicas=engine.replicas)
+
+    def served(profile: Profile | None) -> tuple[Serving, dict[str, Any]]:
+        serving = serve(
+            Architecture.of(model.config),
+            rows,
+            device,
+            choices,
+            bfloat16=computes_bfloat16(),
+            step_model=None if profile is None else profile.steps,
+            model_length=model.context_length,
+        )
+        return serving, _profile_key(model, device, choices, serving)
+
+    serving, key = served(None)
+    if (profile := load_profile(key)) is not None:
+        serving, key = served(profile)
     return Fit(serving.settings, serving, key)
+
+
+def engine_environment(spec: JobSpec) -> dict[str, str]:
+    """What the engine's environment says of its settings, wherever it was set. Raises SpecError for what cannot be."""
+    own = {name: os.environ[name] for name in _OWN_VARIABLES if os.environ.get(name)} | spec.engine.environment()
+    space = own.get(_SPACE)
+    if space is not None and (not space.strip().isdigit() or int(space) < 1):
+        raise SpecError(f"{_SPACE}: must be a number of whole GiB, 1 or more, not {space!r}")
+    return own
 
 
 def block_sizes(spec: JobSpec) -> tuple[int, ...]:
@@ -161,6 +178,11 @@ def replica_setups(
 
 
 def machine_shares(spec: JobSpec) -> list[Share]:
-    """What each replica gets of this machine. Raises EngineError where it has too little."""
+    """What each replica gets of this machine.
+
+    Raises EngineError where it has too little, SpecError where the engine's environment says what cannot be.
+    """
     engine = spec.engine
+    if engine.kind == "vllm":
+        engine_environment(spec)
     return divide(engine.replicas, engine.vllm_args()) if engine.kind == "vllm" else [Share()] * engine.replicas

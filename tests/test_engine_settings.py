@@ -184,6 +184,88 @@ def test_replicas_share_the_rows() -> None:
     assert two.seconds.expected == pytest.approx(one.seconds.expected / 2, rel=0.1)
 
 
+def test_the_longest_row_counts_whatever_replica_gets_it() -> None:
+    budget = np.full(20, 16)
+    budget[7] = 3000
+    of = Rows(prompt=np.full(20, 30), output=budget, budget=budget, answers=20)
+    for replicas in (1, 2, 3):
+        assert setting("max_model_len", served(SMOLLM2_135M, of, LARGE, replicas=replicas).settings).value == 3040
+
+
+def test_sequences_and_tokens_of_a_step_go_together() -> None:
+    fewer = served(SMOLLM2_135M, rows(100), LARGE, max_num_batched_tokens=16)
+    assert setting("max_num_seqs", fewer.settings).value == 16
+    assert fewer.fault is None
+    assert "max_num_batched_tokens" in (served(SMOLLM2_135M, rows(100), LARGE, max_num_seqs=10**6).fault or "")
+    small = served(SMOLLM2_135M, rows(3, 10, 6), LARGE)
+    assert setting("max_num_batched_tokens", small.settings).value == 3 * 16
+    whole = resolve({"enable_chunked_prefill": False}, replace(DEMAND, longest=30_000), Place(device=CPU), None)
+    assert setting("max_num_batched_tokens", whole).value == 30_000
+
+
+@pytest.mark.parametrize(
+    ("given", "word"), [({"max_model_len": 100_000}, "max_model_len"), ({"block_size": 100}, "block_size")]
+)
+def test_settings_that_vllm_would_not_take_are_faults(given: dict[str, Any], word: str) -> None:
+    assert word in (served(SMOLLM2_135M, rows(10), CPU, **given).fault or "")
+
+
+def test_several_answers_a_row_take_time_and_room() -> None:
+    one, four = (served(SMOLLM2_135M, replace(rows(1000), answers=1000 * n), CPU) for n in (1, 4))
+    assert four.seconds.expected > 2 * one.seconds.expected
+    few = replace(rows(4, 50, 4000), answers=200)
+    assert setting("VLLM_CPU_KVCACHE_SPACE", served(SMOLLM2_135M, few, CPU).settings).value > 5
+
+
+def test_replicas_on_a_cpu_share_its_cores() -> None:
+    one, two = (served(SMOLLM2_135M, rows(2000), CPU, replicas=n) for n in (1, 2))
+    assert two.seconds.expected == pytest.approx(one.seconds.expected, rel=0.1)
+    assert two.limit_s == pytest.approx(one.limit_s, rel=0.1)
+
+
+def test_without_a_prefix_cache_nothing_is_saved() -> None:
+    of = rows(prompt=1000, shared={128: 900_000, 32: 900_000}, resident={128: 1000, 32: 1000})
+    with_cache, without = (served(SMOLLM2_135M, of, CPU, enable_prefix_caching=on) for on in (True, False))
+    assert without.seconds.expected > 1.5 * with_cache.seconds.expected
+    assert (with_cache.cached_tokens, without.cached_tokens) == (900_000, 0)
+
+
+def test_what_is_expected_of_answers_changes_no_setting() -> None:
+    budget = np.full(3000, 2000)
+    short = Rows(prompt=np.full(3000, 100), output=np.full(3000, 20), budget=budget, answers=3000)
+    full = replace(short, output=budget)
+    l40s = find_device("l40s")
+    assert served(LLAMA_31_8B, short, l40s).settings == served(LLAMA_31_8B, full, l40s).settings
+
+
+def test_memory_is_that_of_the_settings_shown() -> None:
+    of = rows(10_000, 20, 20)
+    computed = served(LLAMA_31_8B, of, find_device("l40s"))
+    seqs = setting("max_num_seqs", computed.settings)
+    assert seqs.source == "computed"
+    own = served(LLAMA_31_8B, of, find_device("l40s"), max_num_seqs=seqs.value)
+    assert own.memory == computed.memory
+
+
+def test_a_format_without_instructions_is_slow() -> None:
+    architecture = Architecture.of(SMOLLM2_135M)
+    fast, slow = (
+        serve(architecture, rows(), CPU, Choices(args={"dtype": dtype}, env={}), bfloat16=False).seconds.expected
+        for dtype in ("float32", "bfloat16")
+    )
+    assert slow > 4 * fast
+
+
+def test_context_that_is_shared_counts_as_it_was_measured() -> None:
+    # Steps cost by what is in the cache: 1,000 tokens that all share, once a step.
+    steps = StepModel(start_s=0.0, prefill_token_s=0.0, decode_sequence_s=0.0, context_token_s=1.0)
+    of = rows(100, 1024, 101, shared={128: 1024 * 100}, resident={128: 1024})
+    choices = Choices(args={"max_num_seqs": 100, "block_size": 128}, env={})
+    found = serve(Architecture.of(SMOLLM2_135M), of, CPU, choices, step_model=steps)
+    assert found.steps == 101
+    assert found.seconds.expected == pytest.approx(101 * 1024 + 100 * 100 * 50, rel=0.01)
+
+
 def test_a_setting_that_vllm_would_refuse() -> None:
     with pytest.raises(SpecError, match="KV cache dtype fp3"):
         served(LLAMA_31_8B, rows(), LARGE, kv_cache_dtype="fp3")

@@ -1,7 +1,12 @@
 """`bulkgen plan`: what is said of a job before any engine, from the command line."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ from bulkgen.engine_setup import fit_engine, machine_shares, replica_setups
 from bulkgen.plan import load_plan
 from bulkgen.preparation import open_job_model
 from bulkgen.spec import load_spec
-from tests.harness import Job, bulkgen, model_folder, prompts
+from tests.harness import Job, bulkgen, default_signals, model_folder, prompts
 from tests.sizing_models import LLAMA_31_8B
 
 MakeJob = Callable[..., Job]
@@ -69,8 +74,9 @@ def test_rows_that_would_be_refused_are_counted(make_job: MakeJob) -> None:
 
 def test_nothing_at_all(make_job: MakeJob) -> None:
     job = make_job([])
-    assert outlook(job)["rows"] == 0
-    assert bulkgen("plan", str(job.path)).code == 0
+    assert bulkgen("plan", str(job.path)).code == 6
+    assert outlook(job, "--set", "input.allow_empty=true")["rows"] == 0
+    assert bulkgen("plan", str(job.path), "--set", "input.allow_empty=true").code == 0
 
 
 def test_expected_output_counts_where_it_is_said(make_job: MakeJob) -> None:
@@ -124,3 +130,75 @@ def test_engines_get_what_the_page_says(make_job: MakeJob) -> None:
     assert args["max_num_seqs"] == page["max_num_seqs"] == 5
     assert args["max_model_len"] == page["max_model_len"] < 256
     assert setup.env["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def model_job(make_job: MakeJob, config: dict[str, Any], **sections: Any) -> Job:
+    job = make_job(prompts(20), model="tiny", input={"chat": False}, **sections)
+    (model_folder(job.folder / "tiny", None) / "config.json").write_text(json.dumps(config))
+    return job
+
+
+def test_what_this_machine_cannot_hold_is_said(make_job: MakeJob) -> None:
+    job = model_job(make_job, LLAMA_31_8B, engine={"replicas": 999, "kind": "vllm"})
+    (device,) = outlook(job)["devices"]
+    assert "999 replicas need a core each" in device["fault"]
+    page = bulkgen("plan", str(job.path)).out
+    assert "(does not start)" in page
+
+
+def test_one_device_that_cannot_be_worked_out_costs_only_itself(make_job: MakeJob) -> None:
+    job = model_job(make_job, LLAMA_31_8B, engine={"dtype": "bfloat16"})
+    found = outlook(job, "--device", "h100,t4")
+    assert [device["device"] for device in found["devices"]] == ["h100"]
+    assert "t4: nothing is known" in found["unknown"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": "4"}},
+        {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 3}}},
+        {"num_hidden_layers": "many"},
+        {"hidden_size": None},
+    ],
+)
+def test_an_odd_config_costs_the_arithmetic_and_no_more(make_job: MakeJob, odd: dict[str, Any]) -> None:
+    job = model_job(make_job, {**LLAMA_31_8B, **odd}, engine={"max_model_len": 512})
+    found = outlook(job, "--device", "h100")
+    assert found["rows"] == 20
+    assert found["devices"] == [] or found["devices"][0]["kv_tokens"] > 0
+    spec = load_spec(job.path, ["engine.kind=vllm"])
+    assert job.run().code == 0
+    plan = load_plan(job.run_folder / "plan")
+    assert fit_engine(spec, open_job_model(spec, print), plan).settings
+
+
+def test_a_variable_of_the_user_wins(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = model_job(make_job, LLAMA_31_8B)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    (device,) = outlook(job, "--device", "cpu")["devices"]
+    (space,) = [s for s in device["settings"] if s["name"] == "VLLM_CPU_KVCACHE_SPACE"]
+    assert (space["value"], space["source"]) == (7, "user")
+    wrong = ("--set", "engine.kind=vllm", "--set", "engine.env.VLLM_CPU_KVCACHE_SPACE=1.5")
+    for command in ("plan", "run"):
+        ended = bulkgen(command, str(job.path), *wrong)
+        assert ended.code == 2
+        assert "VLLM_CPU_KVCACHE_SPACE: must be a number of whole GiB, 1 or more, not '1.5'" in ended.err
+
+
+def test_a_signal_leaves_no_rendered_prompts_behind(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(prompts(60_000))
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bulkgen", "plan", str(job.path)],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=default_signals,
+    )
+    while not list((tmp_path / "tmp").glob("bulkgen-plan-*/*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(30) == 75
+    assert list((tmp_path / "tmp").glob("bulkgen-plan-*")) == []

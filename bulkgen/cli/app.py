@@ -234,9 +234,10 @@ def plan(
     from bulkgen.outlook import look_ahead, outlook_json, outlook_tables
     from bulkgen.report import Progress, ProgressState, print_sheets
     from bulkgen.spec import load_spec
+    from bulkgen.stopping import StopFlag
 
     names = [name for name in (devices or "").split(",") if name.strip()]
-    with Progress(quiet=as_json) as progress:
+    with Progress(quiet=as_json) as progress, StopFlag(progress.say, None, progress.now) as stop, stop.at_once():
         progress.stage("planning")
         outlook = look_ahead(
             load_spec(job, overrides or []),
@@ -244,6 +245,7 @@ def plan(
             expected_output,
             progress.say,
             lambda rows, refused: progress.update(ProgressState(rows=rows, refused=refused)),
+            stop.check,
         )
     if as_json:
         _print_json(outlook_json(outlook))

@@ -6,24 +6,26 @@ The rows are read, rendered and counted as a run does it, into a plan that is th
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bulkgen.dataset import DataSet
-from bulkgen.engine_setup import block_sizes, cpu_here, device_here, fit, rows_in_numbers
-from bulkgen.errors import SpecError
+from bulkgen.engine_setup import (
+    block_sizes,
+    cpu_here,
+    device_here,
+    engine_environment,
+    fit,
+    machine_shares,
+    rows_in_numbers,
+)
+from bulkgen.errors import EngineError, SpecError
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Phases, Plan, Workload, measure
-from bulkgen.preparation import check_output, open_data, open_job_model, plan_rows
+from bulkgen.preparation import check_output, open_data, open_job_model, plan_rows, refuse_empty
 from bulkgen.prompt import Model
 from bulkgen.rundir import RunDir
-from bulkgen.sizing import (
-    Architecture,
-    Device,
-    Range,
-    Serving,
-    find_device,
-)
+from bulkgen.sizing import Device, Range, Rows, Serving, find_device
 from bulkgen.spec import JobSpec
 
 _NO_LIMIT = FailureLimit(share=1.0)
@@ -41,14 +43,13 @@ class Outlook:
     refused: int
     workload: Workload
     expected_output: int | None
-    architecture: Architecture | None
     servings: tuple[Serving, ...]
     unknown: str
     usd_per_hour: float | None
 
     def phases(self, serving: Serving | None) -> Phases:
         """Prefill against decode, with the prefix cache of a device or with none."""
-        size = None if serving is None else serving.cache.block_size
+        size = None if serving is None or not serving.cached_tokens else serving.cache.block_size
         known = {share.block_size for share in self.workload.prefixes}
         return self.workload.phases(size if size in known else None)
 
@@ -66,32 +67,32 @@ def look_ahead(
     expected_output: int | None,
     say: Callable[[str], None],
     show: Callable[[int, int], None],
+    check_stop: Callable[[], None] = lambda: None,
 ) -> Outlook:
     """Plan a job and work out what it takes on each of `devices`, by name; without any on what this machine has.
 
     Raises what a run would raise for a job or an input that cannot work, and SpecError for an unknown device.
     """
+    engine_environment(spec)  # what is wrong there is wrong on every device
     places = [_device(name) for name in devices] or [device_here()]
     dataset, model = open_data(spec), open_job_model(spec, say)
     check_output(spec, RunDir.of_output(spec.output_path))
-    with _planned(spec, dataset, model, show) as plan:
+    with _planned(spec, dataset, model, show, check_stop) as plan:
         workload = measure(
             plan, spec.sampling.constants(), block_sizes=block_sizes(spec), expected_output=expected_output
         )
         rows = rows_in_numbers(plan, workload, expected_output)
         refused = plan.refused
-    architecture, unknown = _architecture(model)
-    servings: list[Serving] = []
-    if architecture is not None and workload.rows:
-        fits = (fit(spec, model, rows, place) for place in places)
-        servings = [found.serving for found in fits if found.serving is not None]
+    refuse_empty(spec, dataset, workload.rows + refused)
+    servings, unknown = _servings(spec, model, rows, places) if workload.rows else ([], "")
+    if not devices and servings:
+        servings = [replace(servings[0], refusal=_too_little(spec) or servings[0].refusal)]
     return Outlook(
         name=spec.name,
         model=spec.model,
         refused=refused,
         workload=workload,
         expected_output=expected_output,
-        architecture=architecture,
         servings=tuple(servings),
         unknown=unknown,
         usd_per_hour=spec.price.usd_per_hour,
@@ -102,19 +103,43 @@ def _device(name: str) -> Device:
     return cpu_here() if name.strip().lower() == "cpu" else find_device(name)
 
 
-def _architecture(model: Model) -> tuple[Architecture | None, str]:
+def _servings(spec: JobSpec, model: Model, rows: Rows, places: Sequence[Device]) -> tuple[list[Serving], str]:
+    """One for each device where that can be worked out, and why not for the others."""
     if not model.config:
-        return None, f"{model.path}: no model, so nothing is known of its KV cache, time and cost"
+        return [], f"{model.path}: no model, so nothing is known of its KV cache, time and cost"
+    servings: list[Serving] = []
+    unknown: list[str] = []
+    for place in places:
+        try:
+            found = fit(spec, model, rows, place).serving
+        except SpecError as e:
+            unknown.append(f"{place.name}: nothing is known of KV cache, time and cost: {e}")
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as e:
+            unknown.append(f"{place.name}: the model's config.json is not understood ({type(e).__name__}: {e})")
+        else:
+            servings += [] if found is None else [found]
+    return servings, "; ".join(unknown)
+
+
+def _too_little(spec: JobSpec) -> str | None:
+    """Why this machine cannot hold the replicas; None if it can."""
     try:
-        return Architecture.of(model.config), ""
-    except SpecError as e:
-        return None, f"nothing is known of KV cache, time and cost: {e}"
+        machine_shares(spec)
+    except EngineError as e:
+        return str(e)
+    return None
 
 
 @contextlib.contextmanager
-def _planned(spec: JobSpec, dataset: DataSet, model: Model, show: Callable[[int, int], None]) -> Iterator[Plan]:
+def _planned(
+    spec: JobSpec,
+    dataset: DataSet,
+    model: Model,
+    show: Callable[[int, int], None],
+    check_stop: Callable[[], None],
+) -> Iterator[Plan]:
     """A plan of the job in a folder of its own, for as long as it is looked at."""
     with tempfile.TemporaryDirectory(prefix="bulkgen-plan-") as folder:
         run = RunDir(Path(folder))
         facts = {"made_from": ""}
-        yield plan_rows(spec, dataset, model, run, facts, _NO_LIMIT, lambda: None, show)
+        yield plan_rows(spec, dataset, model, run, facts, _NO_LIMIT, check_stop, show)

@@ -120,13 +120,19 @@ def _device_lines(outlook: Outlook, s: Serving) -> Iterator[tuple[str, str]]:
     yield "running at once", f"{s.running:,}, bound by {s.bound}"
     yield "a decode step", f"bound by {'arithmetic' if s.compute_bound else 'memory traffic'}"
     yield "engine steps", f"{s.steps:,} at least"
-    source = "by steps measured here" if s.measured else "by the device's rates, nothing was measured"
-    output = "output as budgeted" if outlook.expected_output is None else "output as expected"
-    yield "generation", f"{_time(s.seconds)} ({source}; {output})"
-    yield "limit of physics", figures.seconds(s.limit_s)
-    cost = outlook.cost_usd(s)
-    if cost is not None:
-        yield "cost", f"{figures.usd(cost.expected)} ({figures.usd(cost.low)} to {figures.usd(cost.high)})"
+    if s.fault or s.device.source == "none":
+        reason = "does not start" if s.fault else "the rates of this device are not known"
+        yield "generation", f"- ({reason})"
+        yield "limit of physics", "-"
+    else:
+        source = "by steps measured here" if s.measured else "by the device's rates, nothing was measured"
+        output = "output as budgeted" if outlook.expected_output is None else "output as expected"
+        yield "generation", f"{_time(s.seconds)} ({source}; {output})"
+        yield "limit of physics", figures.seconds(s.limit_s)
+    if (cost := outlook.cost_usd(s)) is not None:
+        known = not s.fault and s.device.source != "none"
+        span = f"{figures.usd(cost.expected)} ({figures.usd(cost.low)} to {figures.usd(cost.high)})"
+        yield "cost", span if known else "-"
 
 
 def _time(r: Range) -> str:

@@ -16,10 +16,11 @@ from bulkgen.plan.buckets import bucket_edges, cut_shards
 from bulkgen.plan.lengths import Lengths
 from bulkgen.plan.planned import Plan, PlannedRow, find_plan, load_plan
 from bulkgen.plan.shape import PhaseCosts, Phases
-from bulkgen.plan.workload import Workload, measure
+from bulkgen.plan.workload import BLOCK_SIZES, Workload, measure
 from bulkgen.plan.writer import PlanWriter
 
 __all__ = [
+    "BLOCK_SIZES",
     "Lengths",
     "PhaseCosts",
     "Phases",

@@ -175,9 +175,6 @@ class Planned:
     planned_cached_tokens: int | None = column("prompt tokens that a prefix cache without limit would hold")
     planned_kv_tokens: int | None = column("tokens of KV cache of a replica, by arithmetic")
     kv_tokens: int | None = column("tokens of KV cache of a replica, as its engine tells them")
-    limit_s: float | None = column("least seconds of generation that the device's rates allow, by roofline")
-    engine_percent: float | None = column("limit_s as a percentage of generate_s; whole only")
-    job_percent: float | None = column("limit_s as a percentage of wall_s; whole only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,9 +128,6 @@ class _Page:
         self._add(table, "KV cache", figures.count(p.planned_kv_tokens), kv, "tokens, each replica")
         limit = "tokens; planned: with a cache that forgets nothing"
         self._add(table, "prefix hits", figures.count(p.planned_cached_tokens), cached, limit)
-        if p.engine_percent is not None and p.job_percent is not None:
-            least = f"{p.engine_percent:.0f}% of generation, {p.job_percent:.0f}% of wall time"
-            self._add(table, "limit of physics", figures.seconds(p.limit_s), "", f"{least}; output as budgeted")
         return table
 
     def _latency(self) -> Table:

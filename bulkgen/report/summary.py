@@ -151,7 +151,7 @@ def _whole_report(
         latency=latency,
         kv=kv,
         engine=_add_engine_work([s.engine for s in starts]),
-        planned=_whole_planned(starts, seconds),
+        planned=_whole_planned(starts),
         cost=_whole_cost(starts, _row_counts(sums).done, committed),
         restarts=tuple(r for s in starts for r in s.restarts),
         finish_reasons=part_files.counts(part_files.done(current), "finish_reason"),
@@ -318,22 +318,13 @@ def _planned(start: Start) -> Planned:
         planned_cached_tokens=told.get("cached_tokens"),
         planned_kv_tokens=told.get("kv_tokens"),
         kv_tokens=next((r["kv_cache_size_tokens"] for r in start.ready if r.get("kv_cache_size_tokens")), None),
-        limit_s=told.get("limit_s"),
-        engine_percent=None,
-        job_percent=None,
     )
 
 
-def _whole_planned(starts: Sequence[StartReport], seconds: Seconds) -> Planned:
-    """What the last start that planned expected of all rows, and what share of the possible the run reached."""
-    planned = next((s.planned for s in reversed(starts) if s.planned.limit_s is not None), None)
-    if planned is None or planned.limit_s is None:
-        return starts[-1].planned if starts else _planned(Start(0, {}))
-    return replace(
-        planned,
-        engine_percent=100 * planned.limit_s / seconds.generate_s if seconds.generate_s else None,
-        job_percent=100 * planned.limit_s / seconds.wall_s if seconds.wall_s else None,
-    )
+def _whole_planned(starts: Sequence[StartReport]) -> Planned:
+    """What the last start that planned expected of all rows."""
+    planned = next((s.planned for s in reversed(starts) if s.planned.planned_generate_s is not None), None)
+    return planned or (starts[-1].planned if starts else _planned(Start(0, {})))
 
 
 def _start_cost(price: float | None, replicas: int, seconds: Seconds, done: int, tokens: TokenCounts) -> Cost:

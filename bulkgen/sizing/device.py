@@ -275,8 +275,9 @@ def has_amx() -> bool:
 
 
 def unknown_gpu(name: str, memory_bytes: int) -> Device:
-    """A GPU that is not in the table: its memory is known, its rates are those of none."""
-    return Device(name=name, memory_bytes=memory_bytes, bandwidth_bytes_s=1e12, flops={"bfloat16": 1e14}, source="none")
+    """A GPU that is not in the table: its memory is known, its rates are not (`source` none), and stand for nothing."""
+    rates = dict.fromkeys(("bfloat16", "float16", "float32"), 1e14)
+    return Device(name=name, memory_bytes=memory_bytes, bandwidth_bytes_s=1e12, flops=rates, source="none")
 
 
 def host_memory(meminfo: str, cgroup_limit: int | None = None) -> int:

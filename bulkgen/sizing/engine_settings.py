@@ -77,9 +77,9 @@ def resolve(given: Mapping[str, Any], demand: Demand, place: Place, model_length
     on_cpu = place.device.kind == "cpu"
     longest = _max_model_len(demand, model_length)
     settings = [
-        _settled("max_model_len", given, longest, _longer_than_needed(given.get("max_model_len"), demand)),
-        _settled("max_num_seqs", given, _max_num_seqs(demand, place), ""),
-        _settled("max_num_batched_tokens", given, _max_num_batched_tokens(place), ""),
+        length := _settled("max_model_len", given, longest, _longer_than_needed(given.get("max_model_len"), demand)),
+        seqs := _settled("max_num_seqs", given, _max_num_seqs(given, demand, place), ""),
+        _settled("max_num_batched_tokens", given, _max_num_batched_tokens(given, place, length.value, seqs.value), ""),
         _settled("block_size", given, _block_size(demand, place), _lost_prefixes(given.get("block_size"), demand)),
         _settled("enable_prefix_caching", given, _prefix_caching(demand, place), _no_cache(given, demand)),
         _settled("enforce_eager", given, _enforce_eager(demand, place), ""),
@@ -138,8 +138,11 @@ def _batch_defaults(place: Place) -> tuple[int, int]:
     return _LARGE_GPU_BATCH if large else _GPU_BATCH
 
 
-def _max_num_seqs(demand: Demand, place: Place) -> _Choice:
+def _max_num_seqs(given: Mapping[str, Any], demand: Demand, place: Place) -> _Choice:
     usual, _ = _batch_defaults(place)
+    batched = given.get("max_num_batched_tokens")
+    if batched is not None and batched < min(usual, demand.sequences):
+        return "computed", batched, "no more than max_num_batched_tokens, since each takes one of a step"
     if demand.sequences <= usual:
         few = max(1, demand.sequences)
         return "computed", few, f"there are {few:,} sequences in all"
@@ -149,14 +152,23 @@ def _max_num_seqs(demand: Demand, place: Place) -> _Choice:
     holds = f"the KV cache of {place.kv_tokens:,} tokens holds about {fit:,} rows of this data set at once"
     if fit > usual and place.device.kind == "gpu":
         # A decode step costs little more with more sequences as long as reading the weights bounds it.
-        most = min(4 * usual, -(-fit // 64) * 64, demand.sequences)
+        most = min(4 * usual, -(-fit // 64) * 64, demand.sequences, batched or _batch_defaults(place)[1])
         return "computed", most, f"{holds}, vLLM's default of {usual:,} would leave it empty in part"
     return "default", usual, f"vLLM's default for offline use on such a device; {holds}"
 
 
-def _max_num_batched_tokens(place: Place) -> _Choice:
+def _max_num_batched_tokens(given: Mapping[str, Any], place: Place, length: int, seqs: int) -> _Choice:
     _, usual = _batch_defaults(place)
-    return "default", usual, "vLLM's default for offline use on such a device"
+    why = "vLLM's default for offline use on such a device"
+    if given.get("enable_chunked_prefill") is False:
+        return "default", max(usual, length), f"{why}, and a whole prompt without chunked prefill"
+    if seqs * length < usual:
+        return (
+            "default",
+            max(seqs, seqs * length),
+            f"vLLM's default: {seqs:,} sequences of {length:,} tokens",
+        )
+    return "default", usual, why
 
 
 def _block_size(demand: Demand, place: Place) -> _Choice:

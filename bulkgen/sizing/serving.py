@@ -4,7 +4,7 @@ Everything is of one replica save what says otherwise; replicas share the rows e
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,12 @@ Bound = Literal["rows", "max_num_seqs", "KV cache"]
 _EFFICIENCY = {"gpu": (0.35, 0.55, 0.8), "cpu": (0.3, 0.5, 0.8)}
 # Host work of a step, in seconds, where nothing was measured.
 _STEP_HOST_S = 0.004
+# How many times as long a CPU takes in a format that it has no instructions for (see `computes_bfloat16`).
+_SLOW_FORMAT = 8.0
+# What blocks of the KV cache are multiples of: CPU_ATTN, and FLASH_ATTN or TRITON_ATTN.
+_KERNEL_BLOCK = {"cpu": 32, "gpu": 16}
+# Names that vLLM takes for others.
+_DTYPES = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,12 @@ class Rows:
     shared: Mapping[int, int] = field(default_factory=dict)
     resident: Mapping[int, int] = field(default_factory=dict)
 
-    def demand(self, expected_s: float | None = None) -> Demand:
+    @property
+    def answers_each(self) -> float:
+        """Answers that a row asks for, on average."""
+        return self.answers / len(self.prompt) if len(self.prompt) else 1.0
+
+    def demand(self) -> Demand:
         """What the rows ask of an engine's settings."""
         whole = max(1, int(self.prompt.sum()))
         total = self.prompt + self.budget
@@ -58,7 +69,6 @@ class Rows:
             longest=int(total.max(initial=1)),
             sequences=self.answers,
             shared={size: tokens / whole for size, tokens in self.shared.items()},
-            expected_s=expected_s,
         )
 
 
@@ -78,6 +88,7 @@ class Serving:
     `concurrency`: sequences that the KV cache holds at once, of this data set, in the middle of a run. `running`: those
     that will, and `bound` what keeps it from more. `compute_bound`: whether arithmetic and not memory traffic bounds a
     decode step of that many. `limit_s`: what physics allows for the generation. `seconds` are of all replicas together.
+    `refusal`: why vLLM would not take the settings.
     """
 
     device: Device
@@ -95,6 +106,7 @@ class Serving:
     seconds: Range
     limit_s: float
     measured: bool
+    refusal: str | None = None
 
     def expectations(self) -> dict[str, Any]:
         """In plain data, what a run can be held against afterwards."""
@@ -105,14 +117,13 @@ class Serving:
             "steps": self.steps,
             "cached_tokens": self.cached_tokens,
             "generate_s": {"low": self.seconds.low, "expected": self.seconds.expected, "high": self.seconds.high},
-            "limit_s": self.limit_s,
             "measured": self.measured,
         }
 
     @property
     def fault(self) -> str | None:
         """Why no engine would start, in words with the cure; None if one would."""
-        return self.memory.fault or self.capacity.refusal
+        return self.refusal or self.memory.fault or self.capacity.refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,33 +143,47 @@ def serve(
     *,
     bfloat16: bool = True,
     step_model: StepModel | None = None,
+    model_length: int | None = None,
 ) -> Serving:
     """Work out how a model serves rows on a device; `step_model` as measured there, None where nothing was.
 
-    Raises SpecError for what vLLM would refuse or is not known.
+    `model_length`: the model's own context, if it is another than its config's longest. Raises SpecError for what vLLM
+    would refuse or is not known.
     """
-    mine = _share(rows, choices.replicas)
+    mine, part = _share(rows, choices.replicas), _part(device, choices.replicas)
     given = dict(choices.args)
-    length = architecture.max_positions
-    first = resolve(given, mine.demand(), Place(device=device, bfloat16=bfloat16), length)
-    cache = _cache(architecture, device, {**given, **_values(first)})
-    space = _cpu_space(architecture, mine, device, choices, cache, {**given, **_values(first)})
-    memory = _memory(architecture, device, {**given, **_values(first)}, space)
+    given["dtype"] = _DTYPES.get(given.get("dtype") or "", given.get("dtype"))
+    length = model_length or architecture.max_positions
+    demand = replace(mine.demand(), longest=rows.demand().longest)
+    place = Place(device=device, bfloat16=bfloat16)
+    values = {**given, **_values(resolve(given, demand, place, length))}
+    if not values["enable_prefix_caching"]:
+        mine = replace(mine, shared={}, resident={})
+    cache = _cache(architecture, device, values)
+    space = _cpu_space(architecture, mine, device, choices, cache, values)
+    capacity = cache.capacity(_memory(architecture, device, values, space).kv_cache.expected)
+    # Settings go by the budgets, whatever is expected of the answers: a run knows no better either.
+    wholly = _concurrency(replace(mine, output=mine.budget), cache, capacity)
+    place = replace(place, kv_tokens=capacity.tokens, concurrency=wholly)
+    values = {**given, **_values(resolve(given, demand, place, length))}
+    memory = _memory(architecture, device, values, space)
     capacity = cache.capacity(memory.kv_cache.expected)
-    work = _model_work(architecture, cache, {**given, **_values(first)})
-    job = _job(mine, cache.block_size)
     concurrency = _concurrency(mine, cache, capacity)
-    place = Place(device=device, bfloat16=bfloat16, kv_tokens=capacity.tokens, concurrency=concurrency)
-    settings = resolve(given, mine.demand(), place, length)
-    seqs = int(_values(settings)["max_num_seqs"])
+    seqs = int(values["max_num_seqs"])
     running = max(1, min(seqs, mine.answers, int(concurrency)))
-    batched = int(_values(settings)["max_num_batched_tokens"])
-    steps = least_steps(job, running, batched, 1 << 62)
-    gpus = int(given.get("tensor_parallel_size") or 1)
-    dtype = _computed_dtype(architecture, device, {**given, **_values(settings)})
-    seconds = _seconds(step_model, work, job, steps, device, dtype, gpus)
+    work, job = _model_work(architecture, cache, values), _job(mine, cache.block_size)
+    steps = least_steps(job, running, int(values["max_num_batched_tokens"]), 1 << 62)
+    gpus = int(given.get("tensor_parallel_size") or 1) if device.kind == "gpu" else 1
+    dtype = _computed_dtype(architecture, device, values)
+    if step_model is not None:
+        expected = step_model.job_s(_held_once(job, mine, cache.block_size, steps), steps)
+        seconds = Range(0.8 * expected, expected, 1.25 * expected)
+    else:
+        slow = _SLOW_FORMAT if device.kind == "cpu" and not bfloat16 and dtype != "float32" else 1.0
+        seconds = _by_rates(work, job, steps, part, dtype, gpus, slow)
     # What the device's rates alone tell of the time is not worth a decision.
-    settings = resolve(given, mine.demand(None if step_model is None else seconds.expected), place, length)
+    demand = replace(demand, expected_s=None if step_model is None else seconds.expected)
+    settings = resolve(given, demand, place, length)
     return Serving(
         device=device,
         replicas=choices.replicas,
@@ -169,13 +194,38 @@ def serve(
         concurrency=concurrency,
         running=running,
         bound=_bound(running, mine.answers, seqs),
-        compute_bound=_compute_bound(work, running, mine, device, dtype),
+        compute_bound=_compute_bound(work, running, mine, part, dtype),
         steps=steps,
-        cached_tokens=rows.shared.get(cache.block_size, 0),
+        cached_tokens=rows.shared.get(cache.block_size, 0) if values["enable_prefix_caching"] else 0,
         seconds=seconds,
-        limit_s=limit_s(job_work(work, job, steps), device, dtype, gpus),
+        limit_s=limit_s(job_work(work, job, steps), part, dtype, gpus),
         measured=step_model is not None,
+        refusal=_refusal(values, device, length, choices.env),
     )
+
+
+def _part(device: Device, replicas: int) -> Device:
+    """What one replica has of a device: a GPU for itself, or its cores of all."""
+    if device.kind == "gpu" or replicas == 1:
+        return device
+    flops = {dtype: rate / replicas for dtype, rate in device.flops.items()}
+    return replace(device, bandwidth_bytes_s=device.bandwidth_bytes_s / replicas, flops=flops)
+
+
+def _refusal(values: Mapping[str, Any], device: Device, length: int | None, env: Mapping[str, str]) -> str | None:
+    """Why vLLM would not start with settings that do not go together; None where it would."""
+    seqs, batched = int(values["max_num_seqs"]), int(values["max_num_batched_tokens"])
+    if seqs > batched:
+        # SchedulerConfig.verify_max_model_len, vllm/config/scheduler.py
+        return f"max_num_seqs {seqs} is more than max_num_batched_tokens {batched}; lower it, or raise the other"
+    wanted = int(values["max_model_len"])
+    if length is not None and wanted > length and env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") != "1":
+        return f"max_model_len {wanted} is more than the {length} tokens of the model; lower it"
+    block = values["block_size"]
+    kernel = _KERNEL_BLOCK[device.kind]
+    if block is not None and int(block) % kernel:
+        return f"block_size {block} is no multiple of {kernel}, which attention on such a device computes in"
+    return None
 
 
 def _share(rows: Rows, replicas: int) -> Rows:
@@ -268,15 +318,17 @@ def _cpu_space(
         return Setting(name=_SPACE, value=int(own), source="user", reason="GiB of KV cache a replica", where="env")
     if choices.args.get("kv_cache_memory_bytes") is not None:
         return None
-    lengths = np.sort(rows.prompt + rows.budget)[::-1][: int(values["max_num_seqs"])]
+    most = max(1, int(int(values["max_num_seqs"]) / rows.answers_each))
+    each = round(rows.answers_each)
+    lengths = np.sort(rows.prompt + each * rows.budget)[::-1][:most]
     blocks = int(cache.blocks_needed_each(lengths).sum()) if len(lengths) else 1
     wanted = max(blocks * cache.bytes_per_block, 2 * cache.request_bytes())
     dtype = str(values.get("dtype") or "auto")
     left = device.memory_bytes / choices.replicas - 1.2 * architecture.weight_bytes(dtype)
-    most = max(1, int(left / 2 / GIB))
-    gib = min(most, -(-wanted // GIB))
+    allowed = max(1, int(left / 2 / GIB))
+    gib = min(allowed, -(-wanted // GIB))
     held = f"the longest {len(lengths):,} rows need {wanted / GIB:.1f} GiB together"
-    why = held if gib < most else f"{held}; no more than half of the memory left is taken"
+    why = held if wanted <= allowed * GIB else f"{held}; no more than half of the memory left is taken"
     reason = f"GiB of KV cache a replica: {why}"
     return Setting(name=_SPACE, value=gib, source="computed", reason=reason, where="env")
 
@@ -297,7 +349,8 @@ def _model_work(architecture: Architecture, cache: KvCache, values: Mapping[str,
         weights_bytes=weights - routed,
         parameters=max(0, architecture.matmul_parameters - head),
         head_parameters=head,
-        kv_bytes_per_token=cache.bytes_per_token,
+        # Of all devices together: each holds its heads, or all of a latent cache.
+        kv_bytes_per_token=cache.bytes_per_token * int(values.get("tensor_parallel_size") or 1),
         attention_flops=attention,
         routed_bytes=routed,
         routed_share=counts.active_experts / counts.experts if counts.experts else 1.0,
@@ -308,7 +361,24 @@ def _job(rows: Rows, block_size: int) -> JobTokens:
     """The rows as the engine computes them: less what its prefix cache holds, spread evenly over them."""
     whole = max(1, int(rows.prompt.sum()))
     cached = (rows.prompt * (rows.shared.get(block_size, 0) / whole)).astype(np.int64)
-    return job_tokens(rows.prompt, rows.output, cached)
+    job = job_tokens(rows.prompt, rows.output, cached)
+    # The other answers to a prompt find it in the prefix cache.
+    each = rows.answers_each
+    return replace(
+        job,
+        requests=rows.answers,
+        decode_tokens=round(each * job.decode_tokens),
+        decode_pairs=round(each * job.decode_pairs),
+    )
+
+
+def _held_once(job: JobTokens, rows: Rows, block_size: int, steps: int) -> JobTokens:
+    """The job with its context as steps are measured: what is in the KV cache, where shared prefixes are once."""
+    whole = max(1, int(rows.prompt.sum()))
+    own = 1 - rows.shared.get(block_size, 0) / whole
+    decodes = np.maximum(rows.output - 1, 0)
+    alone = float((decodes * (rows.prompt * own / rows.answers_each + decodes / 2)).sum()) * rows.answers_each
+    return replace(job, decode_pairs=round(alone + steps * rows.resident.get(block_size, 0)))
 
 
 def _concurrency(rows: Rows, cache: KvCache, capacity: KvCapacity) -> float:
@@ -322,7 +392,7 @@ def _concurrency(rows: Rows, cache: KvCache, capacity: KvCapacity) -> float:
     whole = max(1, int(rows.prompt.sum()))
     shared = rows.shared.get(cache.block_size, 0) / whole
     resident = rows.resident.get(cache.block_size, 0) / cache.block_size
-    own = (rows.prompt * (1 - shared) + rows.output / 2).astype(np.int64)
+    own = (rows.prompt * (1 - shared) / rows.answers_each + rows.output / 2).astype(np.int64)
     steps = rows.output.astype(np.float64)
     held = float((steps * cache.blocks_needed_each(np.maximum(own, 1))).sum() / max(1.0, float(steps.sum())))
     return float(max(1.0, (capacity.usable_blocks - min(resident, capacity.usable_blocks / 2)) / max(held, 1e-9)))
@@ -340,15 +410,10 @@ def _compute_bound(work: ModelWork, running: int, rows: Rows, device: Device, dt
     return step.flops / device.flops_for(dtype) > step.bytes / device.bandwidth_bytes_s
 
 
-def _seconds(
-    measured: StepModel | None, work: ModelWork, job: JobTokens, steps: int, device: Device, dtype: str, gpus: int
-) -> Range:
-    if measured is not None:
-        expected = measured.job_s(job, steps)
-        return Range(0.8 * expected, expected, 1.25 * expected)
-    low, middle, high = _EFFICIENCY[device.kind]
-    slow, usual, fast = (
-        StepModel.assumed(work, device, dtype, share, gpus, _STEP_HOST_S).job_s(job, steps)
-        for share in (low, middle, high)
+def _by_rates(work: ModelWork, job: JobTokens, steps: int, device: Device, dtype: str, gpus: int, slow: float) -> Range:
+    """Seconds by what engines usually reach of a device's rates; `slow`: how many times longer the format takes."""
+    low, middle, high = (
+        slow * StepModel.assumed(work, device, dtype, share, gpus, _STEP_HOST_S).job_s(job, steps)
+        for share in _EFFICIENCY[device.kind]
     )
-    return Range(fast, usual, slow)
+    return Range(high, middle, low)
