@@ -71,7 +71,8 @@ def rows_in_numbers(plan: Plan, workload: Workload | None, expected_output: int 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Engine settings that fit the rows of a plan. `serving` and `key` are None where the model is not known.
+    """Engine settings that fit the rows of a plan. `serving` and `key` are None where the model is unknown, and `note`
+    says why.
 
     `serving`: what is expected of the run. `key`: under what to look for how long steps take, and to keep it.
     """
@@ -79,6 +80,7 @@ class Fit:
     settings: tuple[Setting, ...] = ()
     serving: Serving | None = None
     key: Mapping[str, Any] | None = None
+    note: str = ""
 
 
 def fit_engine(spec: JobSpec, model: Model, plan: Plan) -> Fit:
@@ -90,10 +92,12 @@ def fit_engine(spec: JobSpec, model: Model, plan: Plan) -> Fit:
     rows = rows_in_numbers(plan, measure(plan, spec.sampling.constants(), block_sizes=block_sizes(spec)))
     try:
         return fit(spec, model, rows, device)
-    except Exception:
+    except Exception as e:
         # What the arithmetic does not know may be known to the engine; nobody's job should end for advice.
         place = Place(device=device, bfloat16=computes_bfloat16())
-        return Fit(resolve(engine.vllm_args(), rows.demand(), place, model.context_length))
+        settings = resolve(engine.vllm_args(), rows.demand(), place, model.context_length)
+        reason = str(e) if isinstance(e, SpecError) else f"{type(e).__name__}: {e}"
+        return Fit(settings, note=f"nothing is known of this model's KV cache ({reason}); vLLM decides by itself")
 
 
 def fit(spec: JobSpec, model: Model, rows: Rows, device: Device) -> Fit:

@@ -242,6 +242,8 @@ class _Start:
         """Engine settings and share of the machine of each replica, for the rows of this plan, and on record."""
         self._fit = fit_engine(self.spec, self.model, plan)
         settings = self._fit.settings
+        if self._fit.note:
+            self.say(self._fit.note)
         setups = replica_setups(self.spec, self._shares, settings, self.model, self.max_model_len)
         told = [without_secrets({s.name: s.value}) | {"source": s.source, "reason": s.reason} for s in settings]
         self._write_job(

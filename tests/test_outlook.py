@@ -170,7 +170,9 @@ def test_an_odd_config_costs_the_arithmetic_and_no_more(make_job: MakeJob, odd: 
     spec = load_spec(job.path, ["engine.kind=vllm"])
     assert job.run().code == 0
     plan = load_plan(job.run_folder / "plan")
-    assert fit_engine(spec, open_job_model(spec, print), plan).settings
+    fitted = fit_engine(spec, open_job_model(spec, print), plan)
+    assert fitted.settings
+    assert (fitted.serving is None) == ("nothing is known of this model's KV cache" in fitted.note)
 
 
 def test_a_variable_of_the_user_wins(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
