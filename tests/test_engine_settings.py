@@ -79,7 +79,8 @@ def test_what_the_user_set_stands_and_says_what_it_costs() -> None:
     assert (same.source, same.costs) == ("user", "")
     demand = replace(DEMAND, shared={32: 0.6, 128: 0.2})
     assert chosen("enable_prefix_caching", demand, enable_prefix_caching=False).costs.startswith("60%")
-    assert chosen("block_size", demand, block_size=128).costs.startswith("40%")
+    plain = Place(device=CPU, small_blocks=True)
+    assert chosen("block_size", demand, plain, block_size=128).costs.startswith("40%")
     assert chosen("dtype", place=Place(device=CPU, bfloat16=False), dtype="bfloat16").costs
 
 
@@ -95,7 +96,10 @@ def test_only_what_is_not_the_engines_default_is_given_to_it() -> None:
     [({}, 128), ({32: 0.5, 128: 0.5}, 128), ({32: 0.52, 128: 0.5}, 32), ({32: 0.005, 128: 0.0}, 128)],
 )
 def test_a_smaller_block_where_more_prefixes_are_found(shared: dict[int, float], block: int) -> None:
-    assert chosen("block_size", replace(DEMAND, shared=shared)).value == block
+    place = Place(device=CPU, small_blocks=True)
+    assert chosen("block_size", replace(DEMAND, shared=shared), place).value == block
+    # Latent and sliding attention have block sizes of their own.
+    assert chosen("block_size", replace(DEMAND, shared=shared)).value == 128
     assert chosen("block_size", replace(DEMAND, shared=shared), Place(device=LARGE)).value == 16
 
 

@@ -60,12 +60,14 @@ class Place:
     """Where one replica runs.
 
     `kv_tokens` is what its KV cache holds and `concurrency` how many sequences of this data set that are at once; None
-    where that is not known. `bfloat16`: whether a CPU computes in it.
+    where that is not known. `bfloat16`: whether a CPU computes in it. `small_blocks`: whether the model's attention is
+    known to run with KV blocks smaller than the default.
     """
 
     device: Device
     kv_tokens: int | None = None
     concurrency: float | None = None
+    small_blocks: bool = False
     bfloat16: bool = True
 
 
@@ -175,7 +177,7 @@ def _block_size(demand: Demand, place: Place) -> _Choice:
     if place.device.kind != "cpu":
         return "default", 16, "vLLM's default on GPUs"
     large, small = CPU_BLOCK_SIZES
-    if not {large, small} <= demand.shared.keys():
+    if not place.small_blocks or not {large, small} <= demand.shared.keys():
         return "default", large, "vLLM's default on CPUs"
     with_large, with_small = demand.shared[large], demand.shared[small]
     shares = (

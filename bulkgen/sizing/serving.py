@@ -155,7 +155,8 @@ def serve(
     given["dtype"] = _DTYPES.get(given.get("dtype") or "", given.get("dtype"))
     length = model_length or architecture.max_positions
     demand = replace(mine.demand(), longest=rows.demand().longest)
-    place = Place(device=device, bfloat16=bfloat16)
+    plain = all(group.cache.kind == "full" for group in architecture.groups)
+    place = Place(device=device, bfloat16=bfloat16, small_blocks=plain)
     values = {**given, **_values(resolve(given, demand, place, length))}
     if not values["enable_prefix_caching"]:
         mine = replace(mine, shared={}, resident={})
