@@ -8,11 +8,11 @@ the device's rates only.
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bulkgen.errors import OutputError
 from bulkgen.report import StepWindow
@@ -23,6 +23,8 @@ from bulkgen.sizing import CpuSpeed, Step, StepModel, StepSample, calibrate, mea
 _LEAST_WINDOWS = 20
 _LARGEST_ERROR = 0.5
 _FORMAT = 1
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,60 +51,63 @@ def state_folder() -> Path | None:
 
 def load_profile(key: Mapping[str, Any]) -> Profile | None:
     """What was learned under just this key; None where nothing was, or it cannot be read."""
-    path = _path(key)
-    if path is None:
+    return _find(key, _profile)
+
+
+def _profile(found: Mapping[str, Any]) -> Profile | None:
+    if found["format"] != _FORMAT:
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT or found["key"] != _plain(key):
-            return None
-        return Profile(
-            steps=StepModel(**found["steps"]),
-            windows=found["windows"],
-            error=found["error"],
-            measured_at=found["measured_at"],
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return Profile(
+        steps=StepModel(**found["steps"]),
+        windows=found["windows"],
+        error=found["error"],
+        measured_at=found["measured_at"],
+    )
 
 
 def learn_profile(key: Mapping[str, Any], windows: Sequence[StepWindow]) -> Profile | None:
     """Keep what these windows tell, if they tell enough; what was learned before is replaced. Never fails."""
-    path = _path(key)
-    if path is None or len(windows) < _LEAST_WINDOWS:
+    if len(windows) < _LEAST_WINDOWS:
         return None
     found = calibrate([_sample(window) for window in windows])
     if found.error > _LARGEST_ERROR:
         return None
     profile = Profile(steps=found.model, windows=found.samples, error=found.error, measured_at=time.time())
-    kept = _keep(path, {"format": _FORMAT, "key": _plain(key), **asdict(profile)})
-    return profile if kept else None
+    return profile if _keep(key, {"format": _FORMAT, **asdict(profile)}) else None
 
 
 def cpu_speed() -> CpuSpeed:
     """What this machine's usable cores reach at best: now (measured in half a second), or when they had less to do."""
     key = {"processor": processor_name(), "cores": usable_cores(), "what": "speed"}
-    now, path, before = measure_cpu(), _path(key), None
-    if path is None:
-        return now
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        before = CpuSpeed(**found["speed"]) if found["key"] == _plain(key) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    now, before = measure_cpu(), _find(key, lambda found: CpuSpeed(**found["speed"]))
     best = before or now
     best = CpuSpeed(max(best.bandwidth_bytes_s, now.bandwidth_bytes_s), max(best.flops, now.flops))
     if best != before:
-        _keep(path, {"key": _plain(key), "speed": asdict(best)})
+        _keep(key, {"speed": asdict(best)})
     return best
 
 
-def _keep(path: Path, found: Mapping[str, Any]) -> bool:
-    """Replace a file of the state folder; where it cannot be written, nothing is lost but what it would have said."""
+def _find(key: Mapping[str, Any], read: Callable[[Mapping[str, Any]], _Found | None]) -> _Found | None:
+    """What is kept under just this key, as `read` makes it of what its file holds; None where it cannot."""
+    path = _path(key)
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return read(found) if found["key"] == _plain(key) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(key: Mapping[str, Any], what: Mapping[str, Any]) -> bool:
+    """Replace what is kept under a key; where it cannot be written, nothing is lost but what it would have said."""
+    path = _path(key)
+    if path is None:
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(found, indent=1))
+            temporary.write_text(json.dumps({"key": _plain(key), **what}, indent=1))
     except (OSError, OutputError):
         return False
     return True

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from bulkgen.outlook.outlook import Outlook
 from bulkgen.plan import Lengths
 from bulkgen.report import Sheet, figures
-from bulkgen.sizing import GIB, Range, Serving, Setting
+from bulkgen.sizing import Range, Serving, Setting, gib
 
 _GROUPS_SHOWN = 3
 _BAR = 20
@@ -45,7 +43,7 @@ def _length_row(name: str, lengths: Lengths) -> tuple[str, ...]:
 def _histogram(outlook: Outlook) -> Sheet:
     """Rows by length, prompts and budgets over the same edges."""
     w = outlook.workload
-    edges = sorted({*map(int, w.prompt.edges[1:]), *map(int, w.budget.edges[1:])})
+    edges = sorted({*w.prompt.edges[1:], *w.budget.edges[1:]})
     prompts, budgets = (_by_edge(lengths, edges) for lengths in (w.prompt, w.budget))
     used = [i for i, edge in enumerate(edges) if prompts[i] or budgets[i]]
     most = max([*prompts, *budgets, 1])
@@ -58,7 +56,7 @@ def _histogram(outlook: Outlook) -> Sheet:
 
 
 def _by_edge(lengths: Lengths, edges: list[int]) -> list[int]:
-    counts = dict(zip(map(int, lengths.edges[1:]), map(int, lengths.counts), strict=True))
+    counts = dict(zip(lengths.edges[1:], lengths.counts, strict=True))
     return [counts.get(edge, 0) for edge in edges]
 
 
@@ -106,10 +104,10 @@ def _devices(outlook: Outlook) -> Sheet:
 
 def _device_lines(outlook: Outlook, s: Serving) -> Iterator[tuple[str, str]]:
     yield "starts", "no: " + s.fault if s.fault else "yes"
-    yield "weights", _gib(s.memory.weights_bytes)
+    yield "weights", gib(s.memory.weights_bytes)
     kv = s.memory.kv_cache
-    spread = "" if kv.low == kv.high else f" ({_gib(kv.low)} to {_gib(kv.high)})"
-    yield "KV cache", f"{_gib(kv.expected)}{spread}"
+    spread = "" if kv.low == kv.high else f" ({gib(kv.low)} to {gib(kv.high)})"
+    yield "KV cache", f"{gib(kv.expected)}{spread}"
     yield "bytes a token", f"{s.cache.bytes_per_token:,.0f} in blocks of {s.cache.block_size}"
     yield "tokens it holds", f"{s.capacity.tokens:,}"
     longest = s.cache.settings.max_model_len
@@ -139,10 +137,6 @@ def _time(r: Range) -> str:
     return f"{figures.seconds(r.expected)}, {figures.seconds(r.low)} to {figures.seconds(r.high)}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
-
-
 def outlook_json(outlook: Outlook) -> dict[str, Any]:
     """All of it, for programs: sizes in bytes, times in seconds, shares of one."""
     w = outlook.workload
@@ -155,7 +149,7 @@ def outlook_json(outlook: Outlook) -> dict[str, Any]:
         "prompt_tokens": w.prompt_tokens,
         "budget_tokens": w.budget_tokens,
         "expected_tokens": w.expected_tokens,
-        "lengths": {name: _plain(asdict(getattr(w, name))) for name in ("prompt", "budget", "total")},
+        "lengths": {name: asdict(getattr(w, name)) for name in ("prompt", "budget", "total")},
         "prefixes": [asdict(p) for p in w.prefixes],
         "groups": [asdict(g) for g in w.groups],
         "repeats": asdict(w.repeats),
@@ -191,11 +185,3 @@ def _serving_json(outlook: Outlook, s: Serving) -> dict[str, Any]:
         "cost_usd": None if cost is None else asdict(cost),
         "settings": [asdict(setting) for setting in s.settings],
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | list | tuple):
-        return [_plain(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value

@@ -5,13 +5,12 @@ Only looks: no figure is computed here that is not in the Report.
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from bulkgen.report import figures
 from bulkgen.report.model import EngineWork, LeftOut, Percentiles, Report, StartReport
+from bulkgen.report.sheet import new_table, shown
 
 _STARTS_SHOWN = 20
 _RESTARTS_SHOWN = 10
@@ -45,24 +44,11 @@ class _Page:
                 self._console.print()
             self._console.print(table)
 
-    def _text(self, text: str, style: str = "") -> Text:
-        # Text objects are never read as markup, and hold nothing that a terminal would obey.
-        return Text(figures.visible(text, self._console.encoding), style=style)
-
     def _table(self, title: str, *headers: str, right: Sequence[int] = ()) -> Table:
-        table = Table(
-            title=self._text(title, "bold"),
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            show_edge=False,
-        )
-        for i, header in enumerate(headers):
-            table.add_column(header, justify="right" if i in right else "left", no_wrap=i in right)
-        return table
+        return new_table(title, headers, right, self._console)
 
     def _add(self, table: Table, *cells: str) -> None:
-        table.add_row(*(self._text(cell) for cell in cells))
+        table.add_row(*(shown(cell, self._console) for cell in cells))
 
     def _summary(self) -> Table:
         table = self._table(f"Run {self._whole.outcome}: {_rows_headline(self._whole)}", "", "", "covers", right=[1])

@@ -30,16 +30,27 @@ def print_sheets(sheets: Sequence[Sheet], console: Console) -> None:
 
 
 def _table(sheet: Sheet, console: Console) -> Table:
-    # Text objects are never read as markup.
-    def text(value: str, style: str = "") -> Text:
-        return Text(visible(value, console.encoding), style=style)
-
-    table = Table(
-        title=text(sheet.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
-    table.show_header = any(sheet.headers)
-    for i, header in enumerate(sheet.headers):
-        table.add_column(header, justify="right" if i in sheet.right else "left", no_wrap=i in sheet.right)
+    table = new_table(sheet.title, sheet.headers, sheet.right, console)
     for row in sheet.rows:
-        table.add_row(*map(text, row))
+        table.add_row(*(shown(cell, console) for cell in row))
     return table
+
+
+def new_table(title: str, headers: Sequence[str], right: Collection[int], console: Console) -> Table:
+    """A table without rows, as bulkgen's all look; `right` as in Sheet."""
+    table = Table(
+        title=shown(title, console, "bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        show_header=any(headers),
+    )
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="right" if i in right else "left", no_wrap=i in right)
+    return table
+
+
+def shown(text: str, console: Console, style: str = "") -> Text:
+    """Text for a cell: never read as markup, and with nothing in it that a terminal would obey."""
+    return Text(visible(text, console.encoding), style=style)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-_ENGINE = ("start", "replica", "incarnation")
+from bulkgen.report.timeline import ENGINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class StepWindow:
 def step_windows(timeline: pl.DataFrame, start: int, kv_tokens: Mapping[tuple[int, int], int]) -> list[StepWindow]:
     """The windows of one start. `kv_tokens`: what the KV cache of a replica's incarnation holds."""
     counters = ("steps", "step_s", "prompt_tokens", "cached_tokens", "output_tokens")
-    moved = [pl.col(name).diff().over(_ENGINE).alias(f"{name}_moved") for name in counters]
-    usage = ((pl.col("kv_usage") + pl.col("kv_usage").shift().over(_ENGINE)) / 2).alias("usage")
+    moved = [pl.col(name).diff().over(ENGINE).alias(f"{name}_moved") for name in counters]
+    usage = ((pl.col("kv_usage") + pl.col("kv_usage").shift().over(ENGINE)) / 2).alias("usage")
     table = timeline.filter(pl.col("start") == start).with_columns(*moved, usage)
     table = table.filter((pl.col("steps_moved") > 0) & (pl.col("step_s_moved") > 0))
     windows = []

@@ -26,7 +26,7 @@ _INTEGERS = (
 )
 # Not in what earlier versions wrote.
 _LATER = {"steps": 0, "step_s": 0.0, "held_s": 0.0}
-_ENGINE = ("start", "replica", "incarnation")
+ENGINE = ("start", "replica", "incarnation")
 
 _SINCE = "since this engine's sample before; null in its first, and where the clock was set back"
 
@@ -70,10 +70,10 @@ def load_timeline(log: Path, began_at: Mapping[int, float]) -> pl.DataFrame:
         raise OutputError(f"{log}: cannot read the timeline ({e.strerror or e})") from e
     schema = {"time": pl.Float64, "kv_usage": pl.Float64, **dict.fromkeys(_INTEGERS, pl.Int64)}
     schema |= {"steps": pl.Int64, "step_s": pl.Float64, "held_s": pl.Float64}
-    frame = pl.DataFrame(columns, schema=schema).sort(*_ENGINE, maintain_order=True)
-    span = pl.col("time").diff().over(_ENGINE)
+    frame = pl.DataFrame(columns, schema=schema).sort(*ENGINE, maintain_order=True)
+    span = pl.col("time").diff().over(ENGINE)
     rates = [
-        pl.when(span > 0).then(pl.col(name).diff().over(_ENGINE) / span).alias(f"{name}_per_s")
+        pl.when(span > 0).then(pl.col(name).diff().over(ENGINE) / span).alias(f"{name}_per_s")
         for name in ("prompt_tokens", "output_tokens")
     ]
     began = pl.col("start").replace_strict(dict(began_at), default=None, return_dtype=pl.Float64)
@@ -99,9 +99,7 @@ def _take(line: bytes, columns: dict[str, list[Any]]) -> None:
 def kv_usage(timeline: pl.DataFrame) -> KvUsage:
     """Mean over the steady part of each engine's life (see KvUsage) and peak; samples weigh the same."""
     waits = pl.col("waiting") > 0
-    first, last = (
-        end.over(_ENGINE) for end in (pl.col("time").filter(waits).min(), pl.col("time").filter(waits).max())
-    )
+    first, last = (end.over(ENGINE) for end in (pl.col("time").filter(waits).min(), pl.col("time").filter(waits).max()))
     usage, covers = timeline.filter(pl.col("time").is_between(first, last))["kv_usage"], "steady"
     if not len(usage):
         usage, covers = timeline.filter(pl.col("running") > 0)["kv_usage"], "running"
@@ -114,7 +112,7 @@ def kv_usage(timeline: pl.DataFrame) -> KvUsage:
 
 def last_counters(timeline: pl.DataFrame) -> dict[tuple[int, int, int], dict[str, float]]:
     """The last counters that each engine (start, replica, incarnation) was seen with."""
-    table = timeline.group_by(_ENGINE).agg(pl.col(name).max() for name in COUNTERS)
+    table = timeline.group_by(ENGINE).agg(pl.col(name).max() for name in COUNTERS)
     return {
         (r["start"], r["replica"], r["incarnation"]): {c: r[c] for c in COUNTERS} for r in table.iter_rows(named=True)
     }

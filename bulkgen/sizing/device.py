@@ -23,6 +23,11 @@ from bulkgen.errors import SpecError
 GIB = 1 << 30
 
 
+def gib(size: int) -> str:
+    """A size in bytes for people."""
+    return f"{size / GIB:.1f} GiB"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One GPU, or the processors of one machine.

@@ -30,7 +30,7 @@ _BYTES: Mapping[str, int] = {
 # mla_attention.py).
 _LATENT_BYTES: Mapping[str, int] = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 # What the attention kernels' blocks are multiples of: CPU_ATTN, and FLASH_ATTN or TRITON_ATTN.
-_KERNEL_BLOCK: Mapping[str, int] = {"cpu": 32, "cuda": 16}
+KERNEL_BLOCK: Mapping[str, int] = {"cpu": 32, "cuda": 16}
 _BLOCK: Mapping[str, int] = {"cpu": 128, "cuda": 16}
 
 
@@ -187,7 +187,7 @@ def _block_size(settings: KvSettings, sizes: Mapping[LayerCache, int]) -> int:
     if not state:
         return chosen
     token = next(size for cache, size in sizes.items() if cache.kind != "state")
-    kernel = _KERNEL_BLOCK[settings.device]
+    kernel = KERNEL_BLOCK[settings.device]
     step = max(kernel, chosen)
     return max(chosen, whole(step * whole(state, step * token), kernel) * kernel)
 
@@ -214,7 +214,7 @@ def _pages(
 
     `unify_kv_cache_spec_page_size`; sliding layers choose their own block (`Attention.get_kv_cache_spec`).
     """
-    kernel = _KERNEL_BLOCK[settings.device]
+    kernel = KERNEL_BLOCK[settings.device]
     blocks = {
         cache: max(kernel, block_size // kernel * kernel) if cache.kind == "sliding" else block_size for cache in caches
     }

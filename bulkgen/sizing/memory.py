@@ -14,7 +14,7 @@ are known; the other terms are estimates, with a range. Everything is bytes of o
 import math
 from dataclasses import dataclass, replace
 
-from bulkgen.sizing.device import GIB, Device
+from bulkgen.sizing.device import GIB, Device, gib
 
 MIB = 1 << 20
 _FLOAT32 = 4
@@ -168,11 +168,11 @@ def gpu_budget(device: Device, model: ModelMemory, engine: EngineMemory) -> Memo
 def _gpu_fault(budget: MemoryBudget, device: Device, model: ModelMemory, engine: EngineMemory) -> str:
     beside = budget.activations.expected + budget.graphs.expected + budget.other.expected
     said = (
-        f"the weights take {_gib(budget.weights_bytes)} of each {device.name} and the engine about {_gib(beside)} "
-        f"beside them; of {_gib(device.memory_bytes)} it may take {_gib(budget.requested_bytes)}"
+        f"the weights take {gib(budget.weights_bytes)} of each {device.name} and the engine about {gib(beside)} "
+        f"beside them; of {gib(device.memory_bytes)} it may take {gib(budget.requested_bytes)}"
     )
     if engine.kv_cache_memory_bytes is not None:
-        said += f", {_gib(engine.kv_cache_memory_bytes)} of which engine.kv_cache_memory_bytes gives to the KV cache"
+        said += f", {gib(engine.kv_cache_memory_bytes)} of which engine.kv_cache_memory_bytes gives to the KV cache"
         return said + "; lower that, or leave it out"
     return f"{said}, so nothing is left for the KV cache; {_gpu_cure(device, model, engine)}"
 
@@ -237,8 +237,8 @@ def _cpu_fault(budget: MemoryBudget, space: int | None) -> str | None:
     if held + budget.kv_cache.expected <= budget.requested_bytes and budget.kv_cache.expected > 0:
         return None
     said = (
-        f"the weights take {_gib(budget.weights_bytes)} and the engine about {_gib(budget.other.expected)} beside "
-        f"them; of this machine it may take {_gib(budget.requested_bytes)}"
+        f"the weights take {gib(budget.weights_bytes)} and the engine about {gib(budget.other.expected)} beside "
+        f"them; of this machine it may take {gib(budget.requested_bytes)}"
     )
     if held > budget.requested_bytes or space is None:
         return (
@@ -246,10 +246,6 @@ def _cpu_fault(budget: MemoryBudget, space: int | None) -> str | None:
             "quantized weights"
         )
     return (
-        f"{said}, which leaves less than the {_gib(space)} set for the KV cache; lower VLLM_CPU_KVCACHE_SPACE or "
+        f"{said}, which leaves less than the {gib(space)} set for the KV cache; lower VLLM_CPU_KVCACHE_SPACE or "
         "engine.kv_cache_memory_bytes"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

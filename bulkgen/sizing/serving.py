@@ -14,6 +14,7 @@ from bulkgen.sizing.architecture import Architecture
 from bulkgen.sizing.device import GIB, Device, has_amx
 from bulkgen.sizing.engine_settings import Demand, Place, Setting, resolve
 from bulkgen.sizing.kv_cache import KvCache, KvCapacity, KvSettings
+from bulkgen.sizing.kv_groups import KERNEL_BLOCK
 from bulkgen.sizing.memory import EngineMemory, MemoryBudget, ModelMemory, cpu_budget, gpu_budget
 from bulkgen.sizing.roofline import (
     JobTokens,
@@ -36,8 +37,6 @@ _EFFICIENCY = {"gpu": (0.35, 0.55, 0.8), "cpu": (0.3, 0.5, 0.8)}
 _STEP_HOST_S = 0.004
 # How many times as long a CPU takes in a format that it has no instructions for (see `computes_bfloat16`).
 _SLOW_FORMAT = 8.0
-# What blocks of the KV cache are multiples of: CPU_ATTN, and FLASH_ATTN or TRITON_ATTN.
-_KERNEL_BLOCK = {"cpu": 32, "gpu": 16}
 # Names that vLLM takes for others.
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -201,7 +200,7 @@ def serve(
         seconds=seconds,
         limit_s=limit_s(job_work(work, job, steps), part, dtype, gpus),
         measured=step_model is not None,
-        refusal=_refusal(values, device, length, choices.env),
+        refusal=_refusal(values, cache, length, choices.env),
     )
 
 
@@ -213,7 +212,7 @@ def _part(device: Device, replicas: int) -> Device:
     return replace(device, bandwidth_bytes_s=device.bandwidth_bytes_s / replicas, flops=flops)
 
 
-def _refusal(values: Mapping[str, Any], device: Device, length: int | None, env: Mapping[str, str]) -> str | None:
+def _refusal(values: Mapping[str, Any], cache: KvCache, length: int | None, env: Mapping[str, str]) -> str | None:
     """Why vLLM would not start with settings that do not go together; None where it would."""
     seqs, batched = int(values["max_num_seqs"]), int(values["max_num_batched_tokens"])
     if seqs > batched:
@@ -223,7 +222,7 @@ def _refusal(values: Mapping[str, Any], device: Device, length: int | None, env:
     if length is not None and wanted > length and env.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") != "1":
         return f"max_model_len {wanted} is more than the {length} tokens of the model; lower it"
     block = values["block_size"]
-    kernel = _KERNEL_BLOCK[device.kind]
+    kernel = KERNEL_BLOCK[cache.settings.device]
     if block is not None and int(block) % kernel:
         return f"block_size {block} is no multiple of {kernel}, which attention on such a device computes in"
     return None
