@@ -51,7 +51,7 @@ def _histogram(outlook: Outlook) -> Sheet:
         (f"{edges[i]:,}", f"{prompts[i]:,}", _bar(prompts[i], most), f"{budgets[i]:,}", _bar(budgets[i], most))
         for i in used
     ]
-    headers = ("tokens up to", "prompts", "", "budgets", "")
+    headers = ("tokens below", "prompts", "", "budgets", "")
     return Sheet("Rows by length", headers, rows, right=(0, 1, 3))
 
 
