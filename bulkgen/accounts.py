@@ -1,5 +1,6 @@
 """The report of a run out of what is on disk: its manifest, its parts and its plan."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy.typing as npt
 
 from bulkgen.committed import committed_parts
 from bulkgen.plan import load_plan
-from bulkgen.report import Report, summarize
+from bulkgen.report import Computed, Report, summarize
 from bulkgen.rundir import RunDir
+from bulkgen.sizing import JobTokens, Physics
 
 
 def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
@@ -22,7 +24,7 @@ def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
     try:
         plan = load_plan(run.plan)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return summarize(run, records, alive=run.is_held())
+        return summarize(run, records, least_s=_least_s, alive=run.is_held())
     retired = {part.path: part.retired for part in committed_parts(run, records)}
 
     def in_plan(part: Path, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
@@ -30,7 +32,19 @@ def summarize_run(run: RunDir, records: list[dict[str, Any]]) -> Report:
         gone = retired.get(part)
         return found if gone is None else found & ~np.isin(keys, gone)
 
-    return summarize(run, records, in_plan=in_plan, alive=run.is_held())
+    return summarize(run, records, in_plan=in_plan, least_s=_least_s, alive=run.is_held())
+
+
+def _least_s(physics: Mapping[str, Any], computed: Computed, steps: int) -> float:
+    """Seconds that a replica's device needs at least for what was computed."""
+    job = JobTokens(
+        requests=computed.answers,
+        prefill_tokens=computed.prefill_tokens,
+        decode_tokens=computed.decode_tokens,
+        prefill_pairs=computed.prefill_pairs,
+        decode_pairs=computed.decode_pairs,
+    )
+    return Physics.from_json(physics).limit_s(job, steps)
 
 
 def last_price(records: list[dict[str, Any]]) -> float | None:

@@ -90,6 +90,7 @@ def test_a_run_gives_real_answers_and_true_counts(make_job: MakeJob) -> None:
     assert whole["engine_prompt_tokens"] == whole["prompt_tokens"]
     assert whole["engine_output_tokens"] == whole["output_tokens"]
     assert len({row["text"] for row in job.rows()}) > 24
+    assert 0 < whole["job_percent"] < whole["engine_percent"]
     assert_same_counts_as_tokenizer(job)
     assert_never_drained(job)
 

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from bulkgen.errors import OutputError
-from bulkgen.report import Report, render_report, report_json, summarize, write_reports
+from bulkgen.report import Computed, Report, render_report, report_json, summarize, write_reports
 from bulkgen.rundir import FORMAT, RunDir, read_manifest
 from tests.harness import bulkgen
 
@@ -208,6 +208,61 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
+
+
+TOLD = {"flops_s": 7.0}
+
+
+class TestPhysicalLimit:
+    """How near to what the device allows the committed rows came."""
+
+    def start(self, run: Run, time: float, planned: bool = True) -> None:
+        """Two replicas; one row with one answer, one with two, and a failed one. 8 s of generation, 20 s in all."""
+        run.start(time, rows=3, replicas=2)
+        if planned:
+            run.record(record="planned", start=run.start_number, physics=TOLD)
+        run.ready(1.0)
+        first = 3 * run.start_number
+        two = row(first + 1, prompt_tokens=3, cached_tokens=0, output_tokens=8, answers=2)
+        nothing = dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens"), 0)
+        run.part([row(first, answers=1), two, failed(first + 2) | nothing], time + 2, time + 10)
+        counters = {"prompt_tokens": 16, "cached_tokens": 4, "output_tokens": 13, "preemptions": 0, "steps": 9}
+        run.record(record="closed", start=run.start_number, replica=0, incarnation=0, counters=counters)
+        run.end(time + 20)
+
+    def test_of_what_was_computed_in_the_steps_that_were_taken(self, run: Run) -> None:
+        self.start(run, 100.0)
+        asked: list[tuple[object, Computed, int]] = []
+
+        def least_s(*about: Any) -> float:
+            asked.append(about)
+            return 3.0
+
+        limit = run.report(least_s=least_s).whole.limit
+        assert (limit.limit_s, limit.engine_percent, limit.job_percent) == (1.5, 100 * 1.5 / 8, 100 * 1.5 / 20)
+        # A prompt of 10 with 4 cached looks at 55 - 10 tokens, its 4 decode steps at 11 + 12 + 13 + 14; a prompt of 3
+        # at 6, and the 3 decode steps of each of its two answers at 4 + 5 + 6.
+        computed = Computed(answers=3, prefill_tokens=9, decode_tokens=10, prefill_pairs=51, decode_pairs=80)
+        assert asked == [(TOLD, computed, 9)]
+
+    def test_over_the_starts_that_knew_their_device(self, run: Run) -> None:
+        self.start(run, 100.0)
+        self.start(run, 200.0, planned=False)
+        report = run.report(least_s=lambda *about: 4.0)
+        assert [start.limit.limit_s for start in report.starts] == [2.0, None]
+        assert (report.whole.limit.engine_percent, report.whole.limit.job_percent) == (25.0, 10.0)
+
+    def text(self, report: Report) -> str:
+        stream = io.StringIO()
+        render_report(report, Console(file=stream, width=160))
+        return stream.getvalue()
+
+    def test_shown_where_it_is_known(self, run: Run) -> None:
+        self.start(run, 100.0)
+        assert "device" not in self.text(run.report())
+        text = self.text(run.report(least_s=lambda *about: 4.0))
+        assert re.search(r"device, generation +25% +of what the device allows at its rates: 2.0s at least", text)
+        assert re.search(r"device, wall time +10%", text)
 
 
 def one_start(run: Run) -> None:

@@ -1,5 +1,6 @@
 """The least a job can cost, and step times fitted to measured steps."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from bulkgen.sizing.device import Device, find_device
 from bulkgen.sizing.roofline import (
     Calibration,
     ModelWork,
+    Physics,
     Step,
     StepModel,
     StepSample,
@@ -120,6 +122,15 @@ def test_the_whole_jobs_limit_is_below_every_schedule() -> None:
     assert 0 < at_once <= one_by_one
     fewer = limit_s(job_work(MODEL, job, 30), PLAIN, "bfloat16")
     assert fewer <= at_once
+
+
+@pytest.mark.parametrize("device", [PLAIN, replace(PLAIN, bandwidth_bytes_s=1e9)], ids=["memory", "arithmetic"])
+def test_the_limit_is_the_same_from_what_is_put_on_record(device: Device) -> None:
+    model = replace(MODEL, routed_bytes=300, routed_share=0.25)
+    job = job_tokens(np.array([40, 10]), np.array([30, 5]), np.array([16, 0]))
+    told = json.loads(json.dumps(Physics.of(model, device, "bfloat16", 2).to_json()))
+    at_once = limit_s(job_work(model, job, 31), device, "bfloat16", 2)
+    assert Physics.from_json(told).limit_s(job, 31) == pytest.approx(at_once)
 
 
 def test_the_least_number_of_steps() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bulkgen.report.figures import visible
     from bulkgen.report.files import write_reports
     from bulkgen.report.meter import Meter, ProgressState, Rates, Tally
-    from bulkgen.report.model import Report, ShardReport, StartReport, report_json
+    from bulkgen.report.model import Computed, Report, ShardReport, StartReport, report_json
     from bulkgen.report.progress import Progress
     from bulkgen.report.render import render_report
     from bulkgen.report.sheet import Sheet, print_sheets
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bulkgen.report.summary import summarize
 
 __all__ = [
+    "Computed",
     "Meter",
     "Progress",
     "ProgressState",
@@ -48,7 +49,7 @@ _HOMES = {
     "figures": ("visible",),
     "files": ("write_reports",),
     "meter": ("Meter", "ProgressState", "Rates", "Tally"),
-    "model": ("Report", "ShardReport", "StartReport", "report_json"),
+    "model": ("Computed", "Report", "ShardReport", "StartReport", "report_json"),
     "progress": ("Progress",),
     "render": ("render_report",),
     "sheet": ("Sheet", "print_sheets"),

@@ -178,6 +178,32 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalLimit:
+    """What the device allows at its rates (roofline): every token computed once and the weights read in every step.
+
+    Null where the model or the device is not known. What was computed twice, or never committed, is not in it.
+    """
+
+    limit_s: float | None = column("seconds that the committed rows need at least, in the steps that the engines took")
+    engine_percent: float | None = column("limit_s as per cent of generate_s")
+    job_percent: float | None = column("limit_s as per cent of wall_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What rows made engines compute. Pairs are of a token and one that it looks at, itself included.
+
+    `prefill_tokens`: prompt tokens that no cache held. `decode_tokens`: generated ones save the first of each answer.
+    """
+
+    answers: int
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_pairs: int
+    decode_pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """usd_per_hour / 3600 x replicas x seconds. Null without a price in every start that counts."""
 
@@ -233,6 +259,7 @@ class StartReport:
     kv: KvUsage
     engine: EngineWork
     planned: Planned
+    limit: PhysicalLimit
     cost: Cost
     restarts: tuple[Restart, ...]
     finish_reasons: Mapping[str, int]

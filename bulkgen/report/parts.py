@@ -35,11 +35,25 @@ _READ = [
     *(pl.col(name) for name in (*_TOKENS, "answers", "e2e_s")),
 ]
 _LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
+# Decode steps of a row, and of each of its answers; the first token of an answer comes with the prompt.
+_DECODES = (pl.col("output_tokens").cast(pl.Int64) - pl.col("answers")).clip(lower_bound=0)
+_DECODES_EACH = _DECODES / pl.col("answers")
+_PROMPT, _CACHED = (pl.col(name).cast(pl.Float64) for name in ("prompt_tokens", "cached_tokens"))
+# Pairs of a token and one that it looks at, as job_tokens in bulkgen/sizing/roofline.py counts them.
+_PAIRS = {
+    "decode_tokens": _DECODES,
+    "prefill_pairs": ((_PROMPT * (_PROMPT + 1) - _CACHED * (_CACHED + 1)) / 2).round().cast(pl.Int64),
+    "decode_pairs": (_DECODES * (_PROMPT + (_DECODES_EACH + 1) / 2)).round().cast(pl.Int64),
+}
 _SUMS = [
     pl.len().cast(pl.Int64).alias("rows"),
+    *(pairs.sum().alias(name) for name, pairs in _PAIRS.items()),
     *(pl.col(name).cast(pl.Int64).sum() for name in (*_TOKENS, "answers")),
     pl.col("e2e_s").sum().alias("service_s"),
 ]
+
+# Those columns of sums that are numbers to add up.
+SUMMED = ("rows", *_PAIRS, *_TOKENS, "answers", "service_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +202,7 @@ def no_sums() -> pl.DataFrame:
             "shard": pl.Int32,
             **dict.fromkeys(strings, pl.String),
             "again": pl.Boolean,
-            **dict.fromkeys(("rows", *_TOKENS, "answers"), pl.Int64),
+            **dict.fromkeys(("rows", *_PAIRS, *_TOKENS, "answers"), pl.Int64),
             "service_s": pl.Float64,
             **dict.fromkeys(("start", "plan", "replica"), pl.Int64),
         }

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bulkgen.report import figures
-from bulkgen.report.model import EngineWork, LeftOut, Percentiles, Report, StartReport
+from bulkgen.report.model import EngineWork, LeftOut, Percentiles, PhysicalLimit, Report, StartReport
 from bulkgen.report.sheet import new_table, shown
 
 _STARTS_SHOWN = 20
@@ -225,6 +225,7 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
             figures.rate(whole.speed.total_tokens_per_s),
             "generation; cached prompt tokens included",
         ),
+        *_limit_lines(whole.limit),
         *_cost_lines(report),
         ("KV usage, mean", figures.percent(kv.kv_usage_mean), _kv_covers(kv.kv_usage_covers)),
         ("KV usage, peak", figures.percent(kv.kv_usage_peak), "all samples, about one a second"),
@@ -244,6 +245,14 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
         )
         lines.append(lost)
     return lines
+
+
+def _limit_lines(limit: PhysicalLimit) -> list[tuple[str, str, str]]:
+    if limit.limit_s is None:
+        return []
+    engine, job = (None if x is None else x / 100 for x in (limit.engine_percent, limit.job_percent))
+    device = f"of what the device allows at its rates: {figures.seconds(limit.limit_s)} at least"
+    return [("device, generation", figures.percent(engine), device), ("device, wall time", figures.percent(job), "")]
 
 
 def _steps_cover(engine: EngineWork) -> str:

@@ -4,9 +4,10 @@ A report is always computed from what is committed, never read back from report.
 killed left none, and there is one truth. It takes a fraction of a second for a hundred thousand rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -15,11 +16,13 @@ from bulkgen.report import parts as part_files
 from bulkgen.report import timeline as samples
 from bulkgen.report.history import History, Plan, Record, Start, sort_records
 from bulkgen.report.model import (
+    Computed,
     Cost,
     EngineWork,
     KvUsage,
     Latency,
     LeftOut,
+    PhysicalLimit,
     Planned,
     Report,
     RowCounts,
@@ -32,12 +35,24 @@ from bulkgen.report.model import (
 from bulkgen.report.parts import InPlan, Part
 from bulkgen.rundir import RunDir
 
+# From what was told of the device ("physics" in the record of what was planned), what was computed and the engines'
+# steps: seconds that one replica's device needs at least for all of it.
+LeastSeconds = Callable[[Mapping[str, Any], Computed, int], float]
 
-def summarize(run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None = None, alive: bool = False) -> Report:
+
+def summarize(
+    run: RunDir,
+    records: Sequence[Record],
+    *,
+    in_plan: InPlan | None = None,
+    least_s: LeastSeconds | None = None,
+    alive: bool = False,
+) -> Report:
     """All figures of a run, whose manifest holds `records`.
 
     `in_plan` tells which row keys (numpy array of S16) are in the current plan. It is asked only when the
     manifest shows that some are not; without it the whole's sums then include those rows (`stale_in_sums`).
+    `least_s` tells what physics allows; without it there is no figure of it.
     `alive`: a process works on the run at this moment, so that a start without an end is running, not killed.
     Raises OutputError when a part of the manifest is missing or unreadable.
     """
@@ -61,6 +76,7 @@ def summarize(run: RunDir, records: Sequence[Record], *, in_plan: InPlan | None 
                 latency_of.get(start.number) or part_files.no_latency(),
                 timeline.filter(own),
                 last_seen,
+                least_s,
             )
         )
     refused = part_files.refusals(run.refused, history.plan.refused) if history.plan else {}
@@ -89,12 +105,14 @@ def _start_report(
     latency: Latency,
     timeline: pl.DataFrame,
     last_seen: Mapping[tuple[int, int, int], Mapping[str, float]],
+    least_s: LeastSeconds | None,
 ) -> StartReport:
     seconds = _seconds(start, outcome, timeline)
     replicas = start.began["replicas"]
     price = start.began.get("usd_per_hour")
     rows = _row_counts(sums)
     tokens = _tokens(sums)
+    engine = _engine_work(start.engine_counters(last_seen), tokens)
     return StartReport(
         scope="start",
         start=start.number,
@@ -110,8 +128,9 @@ def _start_report(
         speed=_speed(rows.rows, tokens, seconds.generate_s),
         latency=latency,
         kv=samples.kv_usage(timeline),
-        engine=_engine_work(start.engine_counters(last_seen), tokens),
+        engine=engine,
         planned=_planned(start),
+        limit=_limit(start, sums, engine.steps, replicas, seconds, least_s),
         cost=_start_cost(price, replicas, seconds, rows.done, tokens),
         restarts=start.restart_list(),
         finish_reasons=part_files.counts(part_files.done(sums), "finish_reason"),
@@ -152,6 +171,7 @@ def _whole_report(
         kv=kv,
         engine=_add_engine_work([s.engine for s in starts]),
         planned=_whole_planned(starts),
+        limit=_whole_limit(starts),
         cost=_whole_cost(starts, _row_counts(sums).done, committed),
         restarts=tuple(r for s in starts for r in s.restarts),
         finish_reasons=part_files.counts(part_files.done(current), "finish_reason"),
@@ -170,8 +190,7 @@ def _left_out(start: Start) -> LeftOut:
 def _less(sums: pl.DataFrame, stale: pl.DataFrame) -> pl.DataFrame:
     if stale.is_empty():
         return sums
-    names = ("rows", "prompt_tokens", "cached_tokens", "output_tokens", "answers", "service_s")
-    return pl.concat([sums, stale.select(sums.columns).with_columns(-pl.col(name) for name in names)])
+    return pl.concat([sums, stale.select(sums.columns).with_columns(-pl.col(name) for name in part_files.SUMMED)])
 
 
 def _row_counts(sums: pl.DataFrame) -> RowCounts:
@@ -325,6 +344,40 @@ def _whole_planned(starts: Sequence[StartReport]) -> Planned:
     """What the last start that planned expected of all rows."""
     planned = next((s.planned for s in reversed(starts) if s.planned.planned_generate_s is not None), None)
     return planned or (starts[-1].planned if starts else _planned(Start(0, {})))
+
+
+def _limit(
+    start: Start, sums: pl.DataFrame, steps: int, replicas: int, seconds: Seconds, least_s: LeastSeconds | None
+) -> PhysicalLimit:
+    """Over the rows that the start committed; its replicas, each with a device of its own, share them evenly."""
+    told = (start.planned[-1] if start.planned else {}).get("physics")
+    if least_s is None or told is None or not steps:
+        return _share_of_limit(None, seconds)
+    tokens = _tokens(sums)
+    computed = Computed(
+        answers=part_files.total(sums, "answers"),
+        prefill_tokens=tokens.prompt_tokens - tokens.cached_tokens,
+        decode_tokens=part_files.total(sums, "decode_tokens"),
+        prefill_pairs=part_files.total(sums, "prefill_pairs"),
+        decode_pairs=part_files.total(sums, "decode_pairs"),
+    )
+    return _share_of_limit(least_s(told, computed, steps) / replicas, seconds)
+
+
+def _whole_limit(starts: Sequence[StartReport]) -> PhysicalLimit:
+    """Of the starts that have one: those that generated and knew their device."""
+    known = [s for s in starts if s.limit.limit_s is not None]
+    return _share_of_limit(
+        sum(s.limit.limit_s or 0.0 for s in known) if known else None, _add_seconds([s.seconds for s in known])
+    )
+
+
+def _share_of_limit(limit_s: float | None, seconds: Seconds) -> PhysicalLimit:
+    return PhysicalLimit(
+        limit_s=limit_s,
+        engine_percent=None if limit_s is None else _over(100 * limit_s, seconds.generate_s),
+        job_percent=None if limit_s is None else _over(100 * limit_s, seconds.wall_s),
+    )
 
 
 def _start_cost(price: float | None, replicas: int, seconds: Seconds, done: int, tokens: TokenCounts) -> Cost:

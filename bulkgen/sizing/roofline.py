@@ -7,8 +7,8 @@ limit only, and `share_of_limit` says which.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -113,7 +113,7 @@ class JobTokens:
     """A job in numbers, summed over its requests.
 
     decode_tokens: generated tokens but each request's first, which its prefill yields. prefill_pairs, decode_pairs:
-    pairs of a token and a token it looks at. most_output_tokens: the longest answer.
+    pairs of a token and a token it looks at. most_output_tokens: the longest answer, which only `least_steps` asks for.
     """
 
     requests: int
@@ -121,7 +121,7 @@ class JobTokens:
     decode_tokens: int
     prefill_pairs: int
     decode_pairs: int
-    most_output_tokens: int
+    most_output_tokens: int = 0
 
     @property
     def all(self) -> Step:
@@ -191,6 +191,36 @@ def job_work(model: ModelWork, job: JobTokens, steps: int) -> Work:
         return whole
     more_reading = steps * model.read_bytes(tokens / steps) - model.read_bytes(tokens)
     return Work(whole.flops, whole.bytes + more_reading)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Physics:
+    """What bounds the jobs of a model on a replica's device: its work, and the rates of its device.
+
+    flops_s: operations a second in the format that is computed in; bytes_s: memory traffic.
+    """
+
+    model: ModelWork
+    flops_s: float
+    bytes_s: float
+
+    @classmethod
+    def of(cls, model: ModelWork, device: Device, dtype: str, gpus: int) -> "Physics":
+        """`gpus` of a device share the work perfectly; what they say to each other is not counted."""
+        return cls(model=model, flops_s=device.flops_for(dtype) * gpus, bytes_s=device.bandwidth_bytes_s * gpus)
+
+    def limit_s(self, job: JobTokens, steps: int) -> float:
+        """Seconds that a job takes at least in so many steps: `limit_s` of its `job_work`."""
+        work = job_work(self.model, job, steps)
+        return max(work.flops / self.flops_s, work.bytes / self.bytes_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, from which `from_json` makes it again."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "Physics":
+        return cls(**{**told, "model": ModelWork(**told["model"])})
 
 
 def steps_limit_s(model: ModelWork, steps: Iterable[Step], device: Device, dtype: str, gpus: int = 1) -> float:

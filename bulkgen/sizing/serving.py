@@ -19,13 +19,12 @@ from bulkgen.sizing.memory import EngineMemory, MemoryBudget, ModelMemory, cpu_b
 from bulkgen.sizing.roofline import (
     JobTokens,
     ModelWork,
+    Physics,
     Step,
     StepModel,
     attention_flops,
     job_tokens,
-    job_work,
     least_steps,
-    limit_s,
     step_work,
 )
 
@@ -86,7 +85,8 @@ class Serving:
 
     `concurrency`: sequences that the KV cache holds at once, of this data set, in the middle of a run. `running`: those
     that will, and `bound` what keeps it from more. `compute_bound`: whether arithmetic and not memory traffic bounds a
-    decode step of that many. `limit_s`: what physics allows for the generation. `seconds` are of all replicas together.
+    decode step of that many. `limit_s`: what physics allows for the generation, by
+    `physics` of a replica. `seconds` are of all replicas together.
     `refusal`: why vLLM would not take the settings.
     """
 
@@ -104,6 +104,7 @@ class Serving:
     cached_tokens: int
     seconds: Range
     limit_s: float
+    physics: Physics
     measured: bool
     refusal: str | None = None
 
@@ -117,6 +118,7 @@ class Serving:
             "cached_tokens": self.cached_tokens,
             "generate_s": {"low": self.seconds.low, "expected": self.seconds.expected, "high": self.seconds.high},
             "measured": self.measured,
+            "physics": self.physics.to_json(),
         }
 
     @property
@@ -175,6 +177,7 @@ def serve(
     steps = least_steps(job, running, int(values["max_num_batched_tokens"]), 1 << 62)
     gpus = int(given.get("tensor_parallel_size") or 1) if device.kind == "gpu" else 1
     dtype = _computed_dtype(architecture, device, values)
+    physics = Physics.of(work, part, dtype, gpus)
     if step_model is not None:
         expected = step_model.job_s(_held_once(job, mine, cache.block_size, steps), steps)
         seconds = Range(0.8 * expected, expected, 1.25 * expected)
@@ -198,7 +201,8 @@ def serve(
         steps=steps,
         cached_tokens=rows.shared.get(cache.block_size, 0) if values["enable_prefix_caching"] else 0,
         seconds=seconds,
-        limit_s=limit_s(job_work(work, job, steps), part, dtype, gpus),
+        limit_s=physics.limit_s(job, steps),
+        physics=physics,
         measured=step_model is not None,
         refusal=_refusal(values, cache, length, choices.env),
     )
