@@ -130,7 +130,7 @@ def _start_report(
         kv=samples.kv_usage(timeline),
         engine=engine,
         planned=_planned(start),
-        limit=_limit(start, sums, engine.steps, replicas, seconds, least_s),
+        limit=_limit(start, sums, tokens, engine.steps, seconds, least_s),
         cost=_start_cost(price, replicas, seconds, rows.done, tokens),
         restarts=start.restart_list(),
         finish_reasons=part_files.counts(part_files.done(sums), "finish_reason"),
@@ -347,13 +347,17 @@ def _whole_planned(starts: Sequence[StartReport]) -> Planned:
 
 
 def _limit(
-    start: Start, sums: pl.DataFrame, steps: int, replicas: int, seconds: Seconds, least_s: LeastSeconds | None
+    start: Start,
+    sums: pl.DataFrame,
+    tokens: TokenCounts,
+    steps: int,
+    seconds: Seconds,
+    least_s: LeastSeconds | None,
 ) -> PhysicalLimit:
     """Over the rows that the start committed; its replicas, each with a device of its own, share them evenly."""
     told = (start.planned[-1] if start.planned else {}).get("physics")
     if least_s is None or told is None or not steps:
         return _share_of_limit(None, seconds)
-    tokens = _tokens(sums)
     computed = Computed(
         answers=part_files.total(sums, "answers"),
         prefill_tokens=tokens.prompt_tokens - tokens.cached_tokens,
@@ -361,7 +365,7 @@ def _limit(
         prefill_pairs=part_files.total(sums, "prefill_pairs"),
         decode_pairs=part_files.total(sums, "decode_pairs"),
     )
-    return _share_of_limit(least_s(told, computed, steps) / replicas, seconds)
+    return _share_of_limit(least_s(told, computed, steps) / start.began["replicas"], seconds)
 
 
 def _whole_limit(starts: Sequence[StartReport]) -> PhysicalLimit:

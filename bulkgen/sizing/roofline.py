@@ -86,6 +86,10 @@ class Work:
     flops: float
     bytes: float
 
+    def least_s(self, flops_s: float, bytes_s: float) -> float:
+        """Seconds at these rates a second: the arithmetic or the traffic, whichever is slower."""
+        return max(self.flops / flops_s, self.bytes / bytes_s)
+
 
 def step_work(model: ModelWork, step: Step) -> Work:
     """The least work of one step: 2 operations for each parameter a token meets (Kaplan et al. 2020, arXiv 2001.08361,
@@ -105,7 +109,7 @@ def limit_s(work: Work, device: Device, dtype: str, gpus: int = 1) -> float:
 
     `gpus` share it perfectly; what they say to each other is not counted.
     """
-    return max(work.flops / device.flops_for(dtype), work.bytes / device.bandwidth_bytes_s) / gpus
+    return work.least_s(device.flops_for(dtype), device.bandwidth_bytes_s) / gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +215,7 @@ class Physics:
 
     def limit_s(self, job: JobTokens, steps: int) -> float:
         """Seconds that a job takes at least in so many steps: `limit_s` of its `job_work`."""
-        work = job_work(self.model, job, steps)
-        return max(work.flops / self.flops_s, work.bytes / self.bytes_s)
+        return job_work(self.model, job, steps).least_s(self.flops_s, self.bytes_s)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, from which `from_json` makes it again."""

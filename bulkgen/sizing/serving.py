@@ -85,9 +85,8 @@ class Serving:
 
     `concurrency`: sequences that the KV cache holds at once, of this data set, in the middle of a run. `running`: those
     that will, and `bound` what keeps it from more. `compute_bound`: whether arithmetic and not memory traffic bounds a
-    decode step of that many. `limit_s`: what physics allows for the generation, by
-    `physics` of a replica. `seconds` are of all replicas together.
-    `refusal`: why vLLM would not take the settings.
+    decode step of that many. `limit_s`: what physics allows for the generation, by the
+    `physics` of a replica. `seconds` are of all replicas together. `refusal`: why vLLM would not take the settings.
     """
 
     device: Device
