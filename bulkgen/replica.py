@@ -212,7 +212,10 @@ class Replica:
                 self._finish(Failure(row.ordinal, "larger_than_kv_cache", self._why_too_large(row)))
         if requests:
             self._engine.submit(requests)
-            self._first_offered_at = self._first_offered_at or time.time()
+            if not self._first_offered_at:
+                self._first_offered_at = time.time()
+                # The first step, all prefill, can be long: until it ends nothing else would say that rows are inside.
+                self._tell(now=True)
 
     def _candidate(self, offered: _Offered) -> Candidate:
         row = offered.row

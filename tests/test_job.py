@@ -455,6 +455,14 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def test_rows_in_a_long_first_step_are_seen_inside(make_job: MakeJob) -> None:
+    job = make_job(prompts(4), engine={"stub": {"step_s": 2.5}}, sampling={"max_tokens": 1})
+    assert job.run().code == 0
+    samples = pq.read_table(job.run_folder / "timeline.parquet").to_pylist()
+    inside = [s["running"] + s["waiting"] for s in samples if not s["steps"]]
+    assert max(inside, default=0) == 4, samples
+
+
 def test_a_second_run_is_told_who_holds_the_output(make_job: MakeJob) -> None:
     job = slow(make_job, stub={"step_s": 0.1})  # not finished before the others have looked at it
     process = job.start()
