@@ -179,6 +179,9 @@ class Generation:
                 self._observe(number, seat.tell(message), message["time"])
             case "part":
                 self._commit(number, message)
+                # Statistics come now and then only: a short trial can be over before the next ones.
+                if message["done"]:
+                    self._lived(seat)
             case "ready":
                 seat.ready()
                 self._append("ready", number, {k: v for k, v in message.items() if k != "type"})
