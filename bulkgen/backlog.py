@@ -18,7 +18,10 @@ Lot = tuple[int, tuple[int, ...] | None]
 
 
 class Backlog:
-    """Lots that wait, in the order in which they go; `rows` pending at the beginning, and their tokens."""
+    """Lots that wait, in the order in which they go.
+
+    `rows`: to do at the beginning, those that follow others among them; the tokens are of those that do not.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -31,6 +34,7 @@ class Backlog:
                 self.rows += rows
                 self.prompt_tokens += prompt_tokens
                 self.budget_tokens += budget_tokens
+        self.rows += plan.following
 
     def __bool__(self) -> bool:
         return bool(self._lots)

@@ -71,13 +71,17 @@ class Committed:
         return committed_parts(self._run, self._manifest.records)
 
     def mark(self, plan: Plan) -> None:
-        """Bring a plan to what the manifest says is committed."""
+        """Bring a plan to what the manifest says is committed.
+
+        Of those pending rows whose request is the same, one goes from then on and the others follow it.
+        """
         self._replay(plan)
         record = self._kept_record()
         if record is not None:
             kept = load_kept(self._run.parts / record["name"], record["rows"])
             if plan.adopt(kept["key"], kept["content"]):
                 self._replay(plan)
+        plan.lead()
 
     @property
     def kept_content(self) -> ContentHash | None:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,8 @@ class Generation:
             lot = self._backlog.next()
             seat.holds.append(lot)
             self._send(number, lot)
-        if self._rows_left and self._rows_left == sum(len(seat.inquest.accused) for seat in self._seats):
+        accused = [row for seat in self._seats for row in seat.inquest.accused]
+        if self._rows_left and self._rows_left == len(self._with_followers(accused)):
             self._judge_without_others()
 
     def _try_suspects(self, number: int) -> None:
@@ -197,10 +198,16 @@ class Generation:
         seat.finished_any = True
         self._convict(seat.inquest.lived())
 
+    def _with_followers(self, rows: Sequence[Suspect]) -> list[Suspect]:
+        """Rows and those with the same request, whose fate is theirs."""
+        followers = ((shard, ordinal) for _, leader in rows for ordinal, shard in self._plan.followers(leader))
+        return [*rows, *followers]
+
     def _convict(self, rows: list[Suspect]) -> None:
-        """Record rows as failed that killed the engine while they were alone in it."""
+        """Record rows as failed that killed the engine while they were alone in it, and those that follow them."""
         if not rows:
             return
+        rows = self._with_followers(rows)
         self._verdicts += 1
         name = f"part-s{self._start:04d}-poison-{self._verdicts:06d}.parquet"
         keys = self._plan.keys_of(np.array([ordinal for _, ordinal in rows]))
@@ -310,7 +317,7 @@ class Generation:
         self._backlog.put_back(lots_of(seat.inquest.give_up()))
         if any(s.state != "dead" for s in self._seats):
             self._say(f"replica {number} died ({words}); going on without it")
-        elif self._rows_before and len(accused) == self._rows_left:
+        elif self._rows_before and len(self._with_followers(accused)) == self._rows_left:
             # Earlier starts did all the others with this model and these settings.
             self._convict(accused)
         else:

@@ -289,6 +289,7 @@ class _Start:
         self.committed.mark(plan)
         pending = [plan.pending(shard) for shard in plan.shards]
         rows, prompt_tokens, budget_tokens = (sum(p[i] for p in pending) for i in range(3))
+        rows += plan.following
         self.manifest.append(
             {
                 "record": "plan",
@@ -298,6 +299,7 @@ class _Start:
                 "refused": plan.refused,
                 "already_done": plan.rows - plan.refused - rows,
                 "pending": rows,
+                "following": plan.following,
                 "prompt_tokens": prompt_tokens,
                 "budget_tokens": budget_tokens,
                 "shards": len(plan.shards),
@@ -311,7 +313,7 @@ class _Start:
         """What shapes the plan: the rows as sent, and how they are cut into shards."""
         kept = self.committed.kept_content
         shards = self.spec.shards.model_dump(mode="json")
-        return _digest(self.content_key, shards, self.spec.engine.replicas, kept and [kept.columns])
+        return _digest(self.content_key, shards, self.spec.engine.replicas, kept and [kept.columns], self.spec.repeats)
 
     def _planned_before(self) -> Plan | None:
         """The plan that an earlier start left, if it is whole, and of the same input and settings."""

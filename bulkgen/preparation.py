@@ -18,7 +18,7 @@ from bulkgen.engine.demo_model import prepare_demo_model
 from bulkgen.errors import InputError, OutputError, SpecError, TooManyFailures
 from bulkgen.feed import PRIOR_SHARE, shard_order
 from bulkgen.limits import FailureLimit
-from bulkgen.plan import Plan, PlanWriter, bucket_edges
+from bulkgen.plan import Plan, PlanWriter, RequestHasher, bucket_edges
 from bulkgen.prompt import BatchRenderer, ContentHash, Model, PromptSource, Renderer, open_model, way_round
 from bulkgen.records import BadRow, Prompt, RefusedRow
 from bulkgen.results import RefusedWriter
@@ -147,7 +147,9 @@ def plan_rows(
     kept = kept or own
     content_of = partial(_contents, own, kept)
     read = None if own.columns is None or kept.columns is None else {*own.columns, *kept.columns}
-    writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)))
+    # All rows of a plan are of one model and one job: what differs between them is what counts.
+    hasher = RequestHasher("", spec.sampling.constants()) if spec.repeats == "once" else None
+    writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)), hasher)
     refused: RefusedWriter | None = None
     try:
         refused = RefusedWriter(writer.folder / run.refused.name)

@@ -14,6 +14,9 @@ IDENTITY_BYTES = ROW_KEY_BYTES // 2
 # As far as a plan counts how often an engine failed a row.
 MOST_ATTEMPTS = 63
 
+# Where a row's result comes from: an engine, or the one of another row with the same request.
+ENGINE, REPEAT = "engine", "repeat"
+
 DONE = "done"
 FAILED = "failed"
 
@@ -32,6 +35,7 @@ RESULT_COLUMNS = (
     "error",
     "warnings",
     "attempts",
+    "answer_from",
     "settings_key",
     "row_key",
 )

@@ -25,13 +25,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bulkgen.engine import Engine, EngineSettings, open_engine
 from bulkgen.engine.channel import Channel, Message
 from bulkgen.errors import BulkgenError, EngineError, OutputError
 from bulkgen.feed import Admission, Candidate
 from bulkgen.plan import Plan, PlannedRow, load_plan
 from bulkgen.records import Completion, Failure, Request, Shard
-from bulkgen.results import About, PartRow, done_row, failed_row, judged, write_part
+from bulkgen.results import About, PartRow, done_row, failed_row, judged, repeated_row, write_part
 
 _STATS_EVERY_S = 0.5
 # Shards that a replica holds, the one it reads among them, so that it never waits for the driver.
@@ -72,6 +74,15 @@ class _Totals:
     cached_tokens: int = 0
     output_tokens: int = 0
     budget_tokens: int = 0
+    repeated: int = 0
+
+    def repeat(self, result: Completion | Failure, rows: int) -> None:
+        """So many rows more have the result of one that was added; nothing was computed for them."""
+        self.repeated += rows
+        if isinstance(result, Failure):
+            self.failed += rows
+        else:
+            self.done += rows
 
     def add(self, result: Completion | Failure, max_tokens: int) -> None:
         self.budget_tokens += max_tokens
@@ -310,9 +321,15 @@ class Replica:
         unwritten = self._uncommitted
         if not unwritten.rows:
             unwritten.since = time.monotonic()
-        unwritten.rows.append(failed_row(about, result) if isinstance(result, Failure) else done_row(about, result))
-        unwritten.totals.add(result, row.max_tokens)
-        self._totals.add(result, row.max_tokens)
+        finished = failed_row(about, result) if isinstance(result, Failure) else done_row(about, result)
+        # The row itself comes last: were it committed before them, nothing would be left to follow.
+        followers = self._plan.followers(row.ordinal)
+        keys = self._plan.keys_of(np.array([ordinal for ordinal, _ in followers], np.int64))
+        unwritten.rows += [repeated_row(finished, key, shard) for key, (_, shard) in zip(keys, followers, strict=True)]
+        unwritten.rows.append(finished)
+        for totals in (unwritten.totals, self._totals):
+            totals.add(result, row.max_tokens)
+            totals.repeat(result, len(followers))
 
     def _commit_if_due(self) -> None:
         rows = len(self._uncommitted.rows)

@@ -20,7 +20,7 @@ from bulkgen import __version__
 from bulkgen.errors import HeldError, OutputError
 from bulkgen.secrecy import hushed
 
-FORMAT = 3
+FORMAT = 4
 RUN_SUFFIX = ".bulkgen"
 RUN_FOLDER = "_bulkgen"
 _LOCK_PATIENCE_S = 0.5

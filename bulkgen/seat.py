@@ -11,7 +11,7 @@ from bulkgen.feed import Inquest, Suspect
 from bulkgen.limits import FailureLimit
 from bulkgen.records import EngineStats
 
-SUMS = ("done", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "budget_tokens")
+SUMS = ("done", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "budget_tokens", "repeated")
 # A replica that died again without having finished a row waits before it is started once more, longer each time.
 _LONGEST_PAUSE_S = 30.0
 

@@ -7,6 +7,7 @@ A plan folder is built under a temporary name and renamed when whole. In it:
     contents.bin        hashes of what each row brings along itself, to know it again under other settings
     sorted.bin          the rows' ordinals in the order of their keys, to find a row by its key
     state.bin           one byte a row: pending, refused or committed
+    repeats.bin         rows whose request others have too, by group
     offers.bin          two bytes a row: how often it was in an engine, and whether it is
     bucket-NN.arrow     token ids and sampling of the rows of one length range, in input order
     bucket-NN.rows      ordinal, prompt tokens and max_tokens of the same rows, for arithmetic
@@ -15,6 +16,7 @@ A plan folder is built under a temporary name and renamed when whole. In it:
 from bulkgen.plan.buckets import bucket_edges, cut_shards
 from bulkgen.plan.lengths import Lengths
 from bulkgen.plan.planned import Plan, PlannedRow, find_plan, load_plan
+from bulkgen.plan.requests import RequestHasher
 from bulkgen.plan.shape import PhaseCosts, Phases
 from bulkgen.plan.workload import BLOCK_SIZES, Workload, measure
 from bulkgen.plan.writer import PlanWriter
@@ -27,6 +29,7 @@ __all__ = [
     "Plan",
     "PlanWriter",
     "PlannedRow",
+    "RequestHasher",
     "Workload",
     "bucket_edges",
     "cut_shards",

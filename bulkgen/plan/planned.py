@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +14,13 @@ import pyarrow as pa
 
 from bulkgen.errors import OutputError
 from bulkgen.plan.keys import KEY_TYPE, Keys, Ordinals, find, identities, whole
+from bulkgen.plan.requests import REPEAT_TYPE, Groups
 from bulkgen.records import IDENTITY_BYTES, MOST_ATTEMPTS, Shard
 from bulkgen.rundir import whole_file
 
 # A row that is apart is still to do, but is handed out by itself and no longer with its shard.
-PENDING, REFUSED, COMMITTED, APART = 0, 1, 2, 3
+# One that follows has the request of a row that is to do, and gets its result.
+PENDING, REFUSED, COMMITTED, APART, FOLLOWING = 0, 1, 2, 3, 4
 
 ROW_TYPE = np.dtype([("ordinal", "<i8"), ("prompt_tokens", "<i4"), ("max_tokens", "<i4")])
 
@@ -127,6 +130,29 @@ class Plan:
         )
         self.offers = Offers(_mapped(folder / "offers.bin", OFFER_TYPE, self.rows, "r" if access == "read" else "r+"))
 
+        self._repeats = _mapped(folder / "repeats.bin", REPEAT_TYPE)
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return Groups(np.asarray(self._repeats))
+
+    def lead(self) -> None:
+        """Of pending rows with the same request the first one leads, and the others follow it."""
+        self.state[self._groups.followers(self.state == PENDING)] = FOLLOWING
+
+    def followers(self, ordinal: int) -> list[tuple[int, int]]:
+        """Ordinals and shards of the rows that follow a row and are not committed."""
+        if not len(self._repeats):
+            return []
+        rows = self._groups.of(ordinal)
+        left = rows[self.state[rows["ordinal"]] == FOLLOWING]
+        return list(zip(left["ordinal"].tolist(), left["shard"].tolist(), strict=True))
+
+    @property
+    def following(self) -> int:
+        """How many rows follow others and are not committed."""
+        return int(np.count_nonzero(self.state == FOLLOWING)) if len(self._repeats) else 0
+
     def lookup(self, keys: Keys) -> Ordinals:
         """Ordinals of row keys, -1 for a key that is not in this plan. `keys`: fixed-width byte strings."""
         return find(self._keys, self._order, keys)
@@ -159,7 +185,7 @@ class Plan:
     def commit(self, ordinals: Ordinals) -> bool:
         """Mark rows as committed. False, and nothing marked, if one of them was already, or stands twice in it."""
         states = self.state[ordinals]
-        if len(np.unique(ordinals)) != len(ordinals) or np.any((states != PENDING) & (states != APART)):
+        if len(np.unique(ordinals)) != len(ordinals) or not np.isin(states, (PENDING, APART, FOLLOWING)).all():
             return False
         self.state[ordinals] = COMMITTED
         return True

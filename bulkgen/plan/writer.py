@@ -27,6 +27,7 @@ from bulkgen.plan.planned import (
     file_facts,
     load_plan,
 )
+from bulkgen.plan.requests import REQUEST_TYPE, RequestHasher, Requests, find_groups
 from bulkgen.records import Prompt, RefusedRow, Shard
 from bulkgen.rundir import sync
 
@@ -41,8 +42,10 @@ _BATCH_TOKENS = 1 << 18
 class _Bucket:
     """The rows of one length range on their way to disk."""
 
-    def __init__(self, stem: Path, longest: int) -> None:
+    def __init__(self, stem: Path, longest: int, hasher: RequestHasher | None) -> None:
         self.longest = longest
+        self.requests: list[Requests] = []
+        self._hasher = hasher
         self.batch_rows: list[int] = []
         self._pending: list[Prompt] = []
         self._tokens = 0
@@ -77,6 +80,11 @@ class _Bucket:
             schema=PLAN_SCHEMA,
         )
         self._writer.write_batch(batch)
+        if self._hasher is not None:
+            lists = batch.column("tokens")
+            warnings = [" ".join(p.warnings) for p in rows]
+            tokens, budgets = lists.values.to_numpy(), index["max_tokens"]
+            self.requests.append(self._hasher.of(tokens, offsets, budgets, batch.column("overrides"), warnings))
         self._rows.write(index.tobytes())
         self.batch_rows.append(len(rows))
         self._pending, self._tokens = [], 0
@@ -97,8 +105,10 @@ def _flat(rows: Sequence[Prompt], total: int) -> npt.NDArray[np.int32]:
 class PlanWriter:
     """Takes rendered rows in input order; `finish` cuts the shards and puts the plan in its place."""
 
-    def __init__(self, folder: Path, edges: Sequence[int]) -> None:
+    def __init__(self, folder: Path, edges: Sequence[int], hasher: RequestHasher | None = None) -> None:
+        """`hasher` tells which rows have the same request, so that it is sent once; None: each row is sent."""
         self._final = folder
+        self._hasher = hasher
         self.folder = folder.with_name(f".tmp-{folder.name}")
         self._edges = np.asarray(edges)
         self._buckets: dict[int, _Bucket] = {}
@@ -134,7 +144,7 @@ class PlanWriter:
         bucket = self._buckets.get(number)
         if bucket is None:
             stem = self.folder / _stem(number)
-            bucket = self._buckets[number] = _Bucket(stem, int(self._edges[number]))
+            bucket = self._buckets[number] = _Bucket(stem, int(self._edges[number]), self._hasher)
         return bucket
 
     def finish(
@@ -159,6 +169,7 @@ class PlanWriter:
             state.tofile(self.folder / "state.bin")
             np.zeros(self._rows, OFFER_TYPE).tofile(self.folder / "offers.bin")
             shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas), in_order)
+            self._repeats(shards).tofile(self.folder / "repeats.bin")
             facts = facts | {
                 "rows": self._rows,
                 "refused": len(self._refused),
@@ -175,6 +186,22 @@ class PlanWriter:
         except OSError as e:
             raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
         return load_plan(self._final, "driver")
+
+    def _repeats(self, shards: Sequence[Shard]) -> npt.NDArray[np.void]:
+        """The rows that share their request with others, and the shard of each."""
+        requests = np.zeros(self._rows, REQUEST_TYPE)
+        if self._hasher is None:
+            return find_groups(requests)
+        rows = {number: np.fromfile(self.folder / f"{_stem(number)}.rows", ROW_TYPE) for number in self._buckets}
+        for number, bucket in self._buckets.items():
+            requests[rows[number]["ordinal"]] = np.concatenate([np.empty(0, REQUEST_TYPE), *bucket.requests])
+        repeats = find_groups(requests)
+        if len(repeats):
+            shard_of = np.full(self._rows, -1, np.int32)
+            for shard in shards:
+                shard_of[rows[shard.bucket]["ordinal"][shard.first : shard.first + shard.rows]] = shard.shard
+            repeats["shard"] = shard_of[repeats["ordinal"]]
+        return repeats
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""

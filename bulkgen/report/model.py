@@ -41,16 +41,19 @@ class RowCounts:
     invalid_at_length: int = column("those of them with such an answer that was cut (warning unfinished_output)")
     answers: int = column("answers of done rows: one each, or as many as a row asks for (n)")
     retried: int = column("rows that an engine was given more than once (attempts > 1)")
+    repeated: int = column("rows done or failed with another row's result, since their request is the same")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens of rows. Whole: of rows in the current data. Start: of all rows it committed."""
+    """Tokens of rows that an engine was given. Whole: of those in the current data. Start: of all it committed."""
 
     prompt_tokens: int = column("prompt tokens of done and failed rows, cached ones included")
     cached_tokens: int = column("prompt tokens that the prefix cache held, a part of prompt_tokens")
     output_tokens: int = column("generated tokens")
     invalid_output_tokens: int = column("generated tokens of the rows in invalid, a part of output_tokens")
+    repeated_prompt_tokens: int = column("prompt tokens of repeated rows, which nothing computed; in no other sum")
+    repeated_output_tokens: int = column("output tokens of repeated rows, which nothing computed; in no other sum")
 
     @property
     def total_tokens(self) -> int:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bulkgen.errors import OutputError
-from bulkgen.records import DONE, ROW_KEY_BYTES
+from bulkgen.records import DONE, REPEAT, ROW_KEY_BYTES
 from bulkgen.report.model import Latency, Percentiles, ShardReport
 
 # Takes a part and its row keys as fixed-width byte strings (numpy S16), says which rows are in the current plan and
@@ -26,12 +26,13 @@ from bulkgen.report.model import Latency, Percentiles, ShardReport
 InPlan = Callable[[Path, npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_KINDS = ("shard", "status", "finish_reason", "error_code", "warnings", "again")
+_KINDS = ("shard", "status", "finish_reason", "error_code", "warnings", "again", "repeated")
 # What is read of a row: its kinds, with its warnings as one text and whether it took several attempts, and figures.
 _READ = [
     *(pl.col(name) for name in ("shard", "status", "finish_reason", "error_code")),
     pl.col("warnings").list.join(" ").alias("warnings"),
     (pl.col("attempts") > 1).fill_null(False).alias("again"),
+    (pl.col("answer_from") == REPEAT).fill_null(False).alias("repeated"),
     *(pl.col(name) for name in (*_TOKENS, "answers", "e2e_s")),
 ]
 _LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
@@ -132,6 +133,16 @@ def total(sums: pl.DataFrame, name: str) -> int:
     return int(sums[name].sum())
 
 
+def computed(sums: pl.DataFrame) -> pl.DataFrame:
+    """The sums of rows that an engine was given: without those that have another row's result."""
+    return sums.filter(~pl.col("repeated"))
+
+
+def repeated(sums: pl.DataFrame) -> pl.DataFrame:
+    """The sums of rows that have the result of another one with the same request."""
+    return sums.filter("repeated")
+
+
 def done(sums: pl.DataFrame) -> pl.DataFrame:
     """The sums of rows that are done."""
     return sums.filter(pl.col("status") == DONE)
@@ -176,7 +187,8 @@ def shard_reports(sums: pl.DataFrame) -> tuple[ShardReport, ...]:
             pl.col("replica").unique().sort().alias("replicas"),
             pl.col("rows").filter(is_done).sum().alias("done"),
             pl.col("rows").filter(~is_done).sum().alias("failed"),
-            *(pl.col(name).sum() for name in ("rows", *_TOKENS, "service_s")),
+            pl.col("rows").sum(),
+            *(pl.col(name).filter(~pl.col("repeated")).sum() for name in (*_TOKENS, "service_s")),
         )
         .sort("plan", "shard")
     )
@@ -201,7 +213,7 @@ def no_sums() -> pl.DataFrame:
         schema={
             "shard": pl.Int32,
             **dict.fromkeys(strings, pl.String),
-            "again": pl.Boolean,
+            **dict.fromkeys(("again", "repeated"), pl.Boolean),
             **dict.fromkeys(("rows", *_PAIRS, *_TOKENS, "answers"), pl.Int64),
             "service_s": pl.Float64,
             **dict.fromkeys(("start", "plan", "replica"), pl.Int64),

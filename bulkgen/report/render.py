@@ -203,6 +203,10 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
         lines.append(("answers", figures.count(rows.answers), "of rows done, which may ask for several (n)"))
     if rows.retried:
         lines.append(("rows retried", figures.count(rows.retried), "an engine was given them more than once"))
+    if rows.repeated:
+        saved = figures.count(whole.tokens.repeated_prompt_tokens + whole.tokens.repeated_output_tokens)
+        saved = f"have the result of a row with the same request; {saved} tokens not computed"
+        lines.append(("rows repeated", figures.count(rows.repeated), saved))
     if whole.model is not None:
         lines.append(("model", "", f"generated the rows: {whole.model}"))
     if whole.left_out.left_out_files:

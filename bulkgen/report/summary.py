@@ -214,6 +214,7 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
         invalid_at_length=part_files.total(part_files.warned(sums, UNFINISHED_OUTPUT), "rows"),
         answers=part_files.total(done, "answers"),
         retried=part_files.total(sums.filter("again"), "rows"),
+        repeated=part_files.total(part_files.repeated(sums), "rows"),
     )
 
 
@@ -224,6 +225,7 @@ def _input_rows(committed: RowCounts, plan: Plan | None) -> RowCounts:
 
 
 def _tokens(sums: pl.DataFrame) -> TokenCounts:
+    repeated, sums = part_files.repeated(sums), part_files.computed(sums)
     return TokenCounts(
         prompt_tokens=part_files.total(sums, "prompt_tokens"),
         cached_tokens=part_files.total(sums, "cached_tokens"),
@@ -231,6 +233,8 @@ def _tokens(sums: pl.DataFrame) -> TokenCounts:
         invalid_output_tokens=part_files.total(
             part_files.warned(sums, UNFINISHED_OUTPUT, INVALID_OUTPUT), "output_tokens"
         ),
+        repeated_prompt_tokens=part_files.total(repeated, "prompt_tokens"),
+        repeated_output_tokens=part_files.total(repeated, "output_tokens"),
     )
 
 
@@ -358,6 +362,7 @@ def _limit(
     told = (start.planned[-1] if start.planned else {}).get("physics")
     if least_s is None or told is None or not steps:
         return _share_of_limit(None, seconds)
+    sums = part_files.computed(sums)
     computed = Computed(
         answers=part_files.total(sums, "answers"),
         prefill_tokens=tokens.prompt_tokens - tokens.cached_tokens,

@@ -4,7 +4,7 @@ from bulkgen.results.answers import judged
 from bulkgen.results.key_files import load_kept, load_keys, write_kept, write_keys
 from bulkgen.results.merge import MergeResult, merge
 from bulkgen.results.output import output_files
-from bulkgen.results.parts import PART_SCHEMA, About, PartRow, done_row, failed_row, read_keys, write_part
+from bulkgen.results.parts import PART_SCHEMA, About, PartRow, done_row, failed_row, read_keys, repeated_row, write_part
 from bulkgen.results.refused import RefusedWriter, read_refused
 from bulkgen.results.retired import keys_of_done, keys_to_retry
 from bulkgen.results.spool import CommittedPart
@@ -27,6 +27,7 @@ __all__ = [
     "output_files",
     "read_keys",
     "read_refused",
+    "repeated_row",
     "write_kept",
     "write_keys",
     "write_part",

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from bulkgen.codes import EMPTY_OUTPUT
 from bulkgen.errors import OutputError
-from bulkgen.records import DONE, FAILED, ROW_KEY_BYTES, Completion, Failure, Logprobs, Sample
+from bulkgen.records import DONE, ENGINE, FAILED, REPEAT, ROW_KEY_BYTES, Completion, Failure, Logprobs, Sample
 from bulkgen.results.columns import LOGPROBS_TYPE, SAMPLES_TYPE, as_column, as_keys
 from bulkgen.results.disk import ParquetSink, open_parquet, reading
 from bulkgen.rundir import whole_file
@@ -36,6 +36,7 @@ PART_SCHEMA = pa.schema(
         ("error", pa.string()),
         ("warnings", pa.list_(pa.string())),
         ("attempts", pa.int32()),
+        ("answer_from", pa.string()),
         ("settings_key", pa.string()),
         ("samples", SAMPLES_TYPE),
         ("logprobs", LOGPROBS_TYPE),
@@ -54,6 +55,7 @@ _DICTIONARY = [
     "output_tokens",
     "error_code",
     "attempts",
+    "answer_from",
     "settings_key",
     "answers",
 ]
@@ -86,6 +88,7 @@ class PartRow(NamedTuple):
     error: str | None
     warnings: Sequence[str] | None
     attempts: int
+    answer_from: str
     settings_key: str
     samples: Sequence[Sample] | None = None
     logprobs: Logprobs | None = None
@@ -126,11 +129,27 @@ def done_row(row: About, c: Completion) -> PartRow:
         error=None,
         warnings=[*row.warnings, *c.warnings, *([] if _says_something(c) else [EMPTY_OUTPUT])] or None,
         attempts=row.attempts,
+        answer_from=ENGINE,
         settings_key=row.settings_key,
         samples=c.samples or None,
         logprobs=c.logprobs,
         valid=c.valid,
         answers=len(c.samples) or 1,
+    )
+
+
+def repeated_row(row: PartRow, key: bytes, shard: int) -> PartRow:
+    """The record of a row that was not sent, with the result of one whose request is the same."""
+    return row._replace(
+        key=key,
+        shard=shard,
+        cached_tokens=None,
+        queued_s=None,
+        ttft_s=None,
+        tpot_s=None,
+        e2e_s=None,
+        attempts=0,
+        answer_from=REPEAT,
     )
 
 
@@ -157,6 +176,7 @@ def failed_row(row: About, f: Failure) -> PartRow:
         error=hushed(f.message),  # an engine's own words may repeat what it was given
         warnings=list(row.warnings) or None,
         attempts=row.attempts,
+        answer_from=ENGINE,
         settings_key=row.settings_key,
     )
 

@@ -287,6 +287,11 @@ class JobSpec(Section):
     engine: EngineSpec = EngineSpec()
     shards: ShardsSpec = ShardsSpec()
     price: PriceSpec = PriceSpec()
+    repeats: Literal["once", "each"] = Field(
+        default="once",
+        description="of rows with the same request whose answer is decided (temperature 0, or a seed of their own), "
+        "one is sent and all get its answer; each: every row is sent",
+    )
 
     _source: Path = PrivateAttr(Path("job.yaml"))
 
