@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bulkgen.errors import BulkgenError
 from bulkgen.plan import Plan
 from bulkgen.prompt import ContentHash
 from bulkgen.results import (
@@ -26,6 +27,7 @@ from bulkgen.results import (
     write_keys,
 )
 from bulkgen.rundir import Manifest, RunDir
+from bulkgen.seat import SUMS
 
 Keys = npt.NDArray[np.bytes_]
 
@@ -60,11 +62,15 @@ def last_merge(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None
 
 
 class Committed:
-    """The results of a run that count, by its manifest at the time of each call."""
+    """The results of a run that count, by its manifest at the time of each call.
+
+    `reopened`: ordinals of the rows, in the plan that was marked last, whose results the user does not want.
+    """
 
     def __init__(self, run: RunDir, manifest: Manifest) -> None:
         self._run = run
         self._manifest = manifest
+        self.reopened: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def parts(self) -> list[CommittedPart]:
         """All parts, oldest first, with the keys in each that no longer count."""
@@ -112,13 +118,35 @@ class Committed:
 
     def _replay(self, plan: Plan) -> None:
         plan.forget_commits()
+        reopened = [self.reopened[:0]]
         for entry in self._manifest.records:
             if entry["record"] == "part":
                 ordinals = plan.lookup(read_keys(self._run.parts / entry["name"]))
                 plan.commit(ordinals[ordinals >= 0])
             elif entry["record"] == "retry":
                 ordinals = plan.lookup(load_keys(self._run.parts / entry["name"], entry["rows"]))
-                plan.reopen(ordinals[ordinals >= 0])
+                reopened.append(ordinals[ordinals >= 0])
+                plan.reopen(reopened[-1])
+        self.reopened = np.concatenate(reopened)
+
+    def add(self, plan: Plan, start: int, name: str, ordinals: npt.NDArray[np.int64]) -> None:
+        """A part of done rows that no replica wrote, all of the plan and to do, is in the manifest from now on."""
+        if not plan.commit(ordinals):
+            raise BulkgenError(f"{self._run.parts / name}: holds rows that were committed before; it was not taken")
+        where = {"start": start, "replica": -1, "incarnation": -1, "plan": start}
+        sums = dict.fromkeys(SUMS, 0) | {"done": len(ordinals)}
+        when = {"first_offered_at": None, "last_completed_at": None, "write_s": 0.0}
+        self._manifest.append({"record": "part", **where, "name": name, "rows": len(ordinals), **sums, **when})
+
+    def not_in_cache(self, cache: str) -> list[CommittedPart]:
+        """The parts that a cache was not given yet."""
+        given = [record["parts"] for record in self._manifest.of("cached") if record["cache"] == cache]
+        return self.parts()[max(given, default=0) :]
+
+    def in_cache(self, cache: str, start: int, answers: int) -> None:
+        """A cache was given all parts so far, and so many answers in them."""
+        parts = len(self._manifest.of("part"))
+        self._manifest.append({"record": "cached", "start": start, "cache": cache, "parts": parts, "answers": answers})
 
     def retry(self, what: Sequence[str], start: int) -> int:
         """Let rows go again: `failed`, `truncated` (cut at max_tokens), or an error or warning code.

@@ -28,9 +28,11 @@ from bulkgen.engine.launcher import LocalLauncher
 from bulkgen.engine_setup import Fit, fit_engine, machine_shares, replica_setups
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, OutputError, Stopped
 from bulkgen.generation import Generation
+from bulkgen.known import KnownAnswers
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Plan, find_plan
 from bulkgen.preparation import (
+    answers_shaped_by,
     check_output,
     context_length,
     open_data,
@@ -42,7 +44,7 @@ from bulkgen.profiles import learn_profile
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
 from bulkgen.report import Progress, ProgressState, Report, step_windows, write_reports
-from bulkgen.results import merge, output_files
+from bulkgen.results import merge, output_files, write_answered
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
 from bulkgen.seat import Limits, ReplicaSetup
 from bulkgen.secrecy import keep_secret, without_secrets
@@ -88,6 +90,7 @@ def run_job(spec: JobSpec, progress: Progress, options: Options, stop: StopFlag)
         dataset = open_data(spec)
         model = open_job_model(spec, progress.say)
         check_output(spec, run)
+        KnownAnswers(spec, progress.say).check()
     run.create(spec.output.private)
     with run.held():
         start = _Start(spec, run, dataset, model, progress, stop)
@@ -195,8 +198,10 @@ class _Start:
         self._begin()
         try:
             plan = self._plan()
+            self._answer_known(plan)
             self._generate(plan)
             self._sweep()
+            self._remember()
             merged = self._merge(plan)
         except BaseException as e:
             self._end(e)
@@ -313,7 +318,14 @@ class _Start:
         """What shapes the plan: the rows as sent, and how they are cut into shards."""
         kept = self.committed.kept_content
         shards = self.spec.shards.model_dump(mode="json")
-        return _digest(self.content_key, shards, self.spec.engine.replicas, kept and [kept.columns], self.spec.repeats)
+        return _digest(
+            self.content_key,
+            shards,
+            self.spec.engine.replicas,
+            kept and [kept.columns],
+            self.spec.repeats,
+            answers_shaped_by(self.spec, self.model),
+        )
 
     def _planned_before(self) -> Plan | None:
         """The plan that an earlier start left, if it is whole, and of the same input and settings."""
@@ -342,6 +354,31 @@ class _Start:
         }
         text = json.dumps(about | asdict(state) | {"replicas": self.spec.engine.replicas})
         self.run.show(text)
+
+    # ---- known answers ----
+
+    def _answer_known(self, plan: Plan) -> None:
+        """Rows to which the cache or an earlier output has the answer are done with it."""
+        known = KnownAnswers(self.spec, self.say)
+        if not known or not plan.has_pending():
+            return
+        rows = 0
+        with self.run.kept_private():
+            found = known.answer(plan, self.committed.reopened, settings_key(self.settings), self.stop.check)
+            for number, answered in enumerate(found, 1):
+                name = f"part-s{self.number:04d}-known-{number:06d}.parquet"
+                write_answered(self.run.parts, name, answered.part)
+                self.committed.add(plan, self.number, name, answered.ordinals)
+                plan.spare(answered.ordinals)
+                rows += len(answered.ordinals)
+        self.say(f"{rows:,} rows are done with answers that were known before")
+
+    def _remember(self) -> None:
+        """What was generated is in the cache from now on, if the job has one."""
+        cache = str(self.spec.cache_path or "")
+        if cache and (parts := self.committed.not_in_cache(cache)):
+            answers = KnownAnswers(self.spec, self.say).remember(parts, self.stop.check)
+            self.committed.in_cache(cache, self.number, answers)
 
     # ---- generate ----
 

@@ -3,6 +3,7 @@ without one. A job that cannot work should end here, in seconds.
 """
 
 import difflib
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -147,9 +148,9 @@ def plan_rows(
     kept = kept or own
     content_of = partial(_contents, own, kept)
     read = None if own.columns is None or kept.columns is None else {*own.columns, *kept.columns}
-    # All rows of a plan are of one model and one job: what differs between them is what counts.
-    hasher = RequestHasher("", spec.sampling.constants()) if spec.repeats == "once" else None
-    writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)), hasher)
+    edges = bucket_edges(spec.shards.edges(), context_length(spec, model))
+    hasher = RequestHasher(answers_shaped_by(spec, model), spec.sampling.constants())
+    writer = PlanWriter(run.plan, edges, hasher, once=spec.repeats == "once")
     refused: RefusedWriter | None = None
     try:
         refused = RefusedWriter(writer.folder / run.refused.name)
@@ -179,6 +180,11 @@ def plan_rows(
             refused.give_up()
         writer.discard()
         raise
+
+
+def answers_shaped_by(spec: JobSpec, model: Model) -> str:
+    """What shapes the answers of all rows, beside what each asks: model and settings, the same in all runs."""
+    return json.dumps([model.fingerprint, spec.engine.answer_settings()], sort_keys=True)
 
 
 def _shard_order(spec: JobSpec, prompt_tokens: Tokens, budgets: Tokens, largest: Tokens) -> Tokens:

@@ -14,8 +14,12 @@ IDENTITY_BYTES = ROW_KEY_BYTES // 2
 # As far as a plan counts how often an engine failed a row.
 MOST_ATTEMPTS = 63
 
-# Where a row's result comes from: an engine, or the one of another row with the same request.
-ENGINE, REPEAT = "engine", "repeat"
+# Where a row's result comes from: an engine, another row of the run with the same request, the job's answer cache, or
+# an earlier output.
+ENGINE, REPEAT, CACHE, REUSE = "engine", "repeat", "cache", "reuse"
+
+# Of a whole request with all that shapes its answer: a hash, the same in all runs.
+REQUEST_KEY_BYTES = 16
 
 DONE = "done"
 FAILED = "failed"
@@ -37,6 +41,7 @@ RESULT_COLUMNS = (
     "attempts",
     "answer_from",
     "settings_key",
+    "request_key",
     "row_key",
 )
 # Columns that stand between the text and the rest where a job can fill them.

@@ -317,6 +317,7 @@ class Replica:
             warnings=row.warnings,
             attempts=offered.attempt,
             settings_key=self._work.settings_key,
+            request_key=row.request_key,
         )
         unwritten = self._uncommitted
         if not unwritten.rows:

@@ -39,10 +39,10 @@ def test_the_page_of_a_real_model(make_job: MakeJob) -> None:
     rows = [{"id": i, "prompt": f"{begin}{i % 30}"} for i in range(40)]
     job = demo_job(make_job, rows, price={"usd_per_hour": 3.6})
     found = outlook(job, "--device", "h100,cpu")
-    assert (found["rows"], found["refused"]) == (40, 0)
+    assert (found["rows"], found["sent"], found["refused"]) == (40, 30, 0)
     assert found["shape"] == "long in, short out"
     assert found["repeats"]["decided_rows"] == 10
-    assert found["groups"][0]["rows"] == 40
+    assert found["groups"][0]["rows"] == 30
     assert found["groups"][0]["tokens"] > 100
     gpu, cpu = found["devices"]
     assert (gpu["device"], gpu["block_size"], gpu["bound"]) == ("h100", 16, "rows")
@@ -55,7 +55,7 @@ def test_the_page_of_a_real_model(make_job: MakeJob) -> None:
     # Nothing was made where the output will be.
     assert {path.name for path in job.folder.iterdir()} == {"job.yaml", "in.jsonl"}
     page = bulkgen("plan", str(job.path), "--device", "h100,l4").out
-    assert all(word in page for word in ("Engine settings on l4", "Rows by length", "40 rows begin with", "$"))
+    assert all(word in page for word in ("Engine settings on l4", "Rows by length", "30 rows begin with", "$"))
 
 
 def test_the_page_without_a_model(make_job: MakeJob) -> None:

@@ -50,7 +50,7 @@ def test_sent_once_marked_and_accounted_apart(make_job: MakeJob) -> None:
     assert (report["done"], report["repeated"]) == (60, 40)
     for name in ("prompt_tokens", "output_tokens"):
         assert report[name] == report[f"engine_{name}"] == sum(row[name] for row in sent)
-        assert report[f"repeated_{name}"] == sum(row[name] for row in repeats)
+        assert report[f"spared_{name}"] == sum(row[name] for row in repeats)
 
 
 @pytest.mark.parametrize(

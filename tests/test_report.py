@@ -40,6 +40,7 @@ PART_SCHEMA = pa.schema(
         ("error", pa.string()),
         ("warnings", pa.list_(pa.string())),
         ("attempts", pa.int32()),
+        ("answer_from", pa.string()),
         ("answers", pa.int32()),
     ]
 )
@@ -64,6 +65,7 @@ def row(number: int, **more: Any) -> dict[str, Any]:
         "ttft_s": 1.0,
         "tpot_s": 0.25,
         "e2e_s": 2.0,
+        "answer_from": "engine",
     }
     return {**done, **more}
 
@@ -78,6 +80,7 @@ def failed(number: int, code: str = "too_long_for_engine") -> dict[str, Any]:
         "output_tokens": 0,
         "error_code": code,
         "error": "no",
+        "answer_from": "engine",
     }
 
 

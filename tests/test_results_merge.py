@@ -171,10 +171,12 @@ def test_rows_come_out_in_input_order_with_their_own_results(run: Run) -> None:
         "error": None,
         "warnings": None,
         "attempts": 1,
+        "answer_from": "engine",
         "settings_key": "",
+        "request_key": None,
         "row_key": key(1).hex(),
     }
-    assert {name for name in none if none[name] is None} == {"answer", *RESULT_COLUMNS[:8], "warnings"}
+    assert {name for name in none if none[name] is None} == {"answer", *RESULT_COLUMNS[:8], "warnings", "request_key"}
     assert (none["status"], none["error_code"], none["error"]) == ("failed", "refused_by_engine", "no 0")
     assert run.told[-1] == 1000
     assert temporaries(run.folder) == []
@@ -283,7 +285,7 @@ def test_types_and_metadata_of_the_input_stay(run: Run) -> None:
     run.part([done(0)])
     run.merge()
     written = pq.read_table(run.output)
-    assert written.schema.metadata == schema.metadata
+    assert written.schema.metadata == schema.metadata | {b"bulkgen.text_column": b"answer"}
     for field in schema:
         back = written.schema.field(field.name)
         assert (back.type, back.nullable, back.metadata) == (field.type, field.nullable, field.metadata)

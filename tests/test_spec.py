@@ -812,10 +812,25 @@ def test_the_schema_knows_every_key_and_no_inner_thing() -> None:
     json.dumps(schema)
     assert set(schema["properties"]) == {
         "name", "model", "revision", "input", "sampling", "output", "engine", "shards", "price",
+        "repeats", "cache", "reuse",
     }  # fmt: skip
     assert schema["required"] == ["name", "model", "input", "output"]
     assert schema["additionalProperties"] is False
     assert {"sampling", "price"} <= set(schema["properties"])
+
+
+@pytest.mark.parametrize(("text", "size"), [("500MB", 500_000_000), ("2GiB", 2 << 30), (4096, 4096)])
+def test_sizes_as_people_write_them(tmp_path: Path, text: str | int, size: int) -> None:
+    spec = load(tmp_path, BASE, ["cache.path=answers.cache", f"cache.max_bytes={text}", "reuse=[../old.parquet]"])
+    assert spec.cache.max_bytes == size
+    assert spec.cache_path == tmp_path / "answers.cache"
+    assert spec.reuse_paths == [tmp_path.parent / "old.parquet"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "much", "3 parsecs"])
+def test_sizes_that_are_none(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SpecError, match=r"cache\.max_bytes"):
+        load(tmp_path, BASE, ["cache.path=answers.cache", f"cache.max_bytes={text}"])
 
 
 REPOSITORY = Path(__file__).parent.parent

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from bulkgen.dataset import DataSet
 from bulkgen.engine_setup import (
     block_sizes,
@@ -20,6 +22,7 @@ from bulkgen.engine_setup import (
     rows_in_numbers,
 )
 from bulkgen.errors import EngineError, SpecError
+from bulkgen.known import KnownAnswers
 from bulkgen.limits import FailureLimit
 from bulkgen.plan import Phases, Plan, Workload, measure
 from bulkgen.preparation import check_output, open_data, open_job_model, plan_rows, refuse_empty
@@ -35,12 +38,15 @@ _NO_LIMIT = FailureLimit(share=1.0)
 class Outlook:
     """What is known of a job beforehand. `servings`: one for each device; `unknown` says why there is none.
 
+    `reused`: rows that have an answer in the cache or an earlier output.
+
     `expected_output`: tokens an answer is expected to have, as the user said; None: the budget counts.
     """
 
     name: str
     model: str
     refused: int
+    reused: int
     workload: Workload
     expected_output: int | None
     servings: tuple[Serving, ...]
@@ -77,13 +83,16 @@ def look_ahead(
     places = [_device(name) for name in devices] or [device_here()]
     dataset, model = open_data(spec), open_job_model(spec, say)
     check_output(spec, RunDir.of_output(spec.output_path))
+    known = KnownAnswers(spec, say)
+    known.check()
     with _planned(spec, dataset, model, show, check_stop) as plan:
+        reused = _spare_known(plan, known, check_stop)
         workload = measure(
             plan, spec.sampling.constants(), block_sizes=block_sizes(spec), expected_output=expected_output
         )
         rows = rows_in_numbers(plan, workload, expected_output)
         refused = plan.refused
-    refuse_empty(spec, dataset, workload.rows + refused)
+    refuse_empty(spec, dataset, workload.rows + workload.unsent + refused)
     servings, unknown = _servings(spec, model, rows, places) if workload.rows else ([], "")
     if not devices and servings:
         servings = [replace(servings[0], refusal=_too_little(spec) or servings[0].refusal)]
@@ -91,12 +100,22 @@ def look_ahead(
         name=spec.name,
         model=spec.model,
         refused=refused,
+        reused=reused,
         workload=workload,
         expected_output=expected_output,
         servings=tuple(servings),
         unknown=unknown,
         usd_per_hour=spec.price.usd_per_hour,
     )
+
+
+def _spare_known(plan: Plan, known: KnownAnswers, check_stop: Callable[[], None]) -> int:
+    """Leave out the rows that have known answers, and count them."""
+    reused = 0
+    for answered in known.answer(plan, np.empty(0, np.int64), "", check_stop) if known else ():
+        plan.spare(answered.ordinals)
+        reused += len(answered.ordinals)
+    return reused
 
 
 def _device(name: str) -> Device:

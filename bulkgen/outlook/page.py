@@ -32,7 +32,8 @@ def _lengths(outlook: Outlook) -> Sheet:
     total = "prompt + budget" if outlook.expected_output is None else f"prompt + {outlook.expected_output:,} at most"
     rows.append(_length_row(total, w.total))
     headers = ("tokens", "all", "mean", "p50", "p90", "p99", "max")
-    return Sheet(f"{outlook.name}: {figures.rows(w.rows)}{refused}", headers, rows, right=range(1, 7))
+    sent = f", {w.rows:,} of them sent to the engine" if w.unsent else ""
+    return Sheet(f"{outlook.name}: {figures.rows(w.rows + w.unsent)}{sent}{refused}", headers, rows, right=range(1, 7))
 
 
 def _length_row(name: str, lengths: Lengths) -> tuple[str, ...]:
@@ -82,6 +83,8 @@ def _shape_lines(outlook: Outlook) -> Iterator[tuple[str, str]]:
         yield "repeats", f"{figures.rows(r.rows)} ask what an earlier row asks{same}"
     else:
         yield "repeats", "none"
+    if outlook.reused:
+        yield "reused", f"{figures.rows(outlook.reused)} have an answer in the cache or an earlier output"
     if w.total.variation is not None and w.total.tail is not None:
         spread = f"coefficient of variation {w.total.variation:.2f}, p99 / p50 {w.total.tail:.1f}"
         yield "how unlike", f"prompt + output: {spread}"
@@ -144,8 +147,10 @@ def outlook_json(outlook: Outlook) -> dict[str, Any]:
     return {
         "name": outlook.name,
         "model": outlook.model,
-        "rows": w.rows,
+        "rows": w.rows + w.unsent,
         "refused": outlook.refused,
+        "sent": w.rows,
+        "reused": outlook.reused,
         "prompt_tokens": w.prompt_tokens,
         "budget_tokens": w.budget_tokens,
         "expected_tokens": w.expected_tokens,

@@ -7,6 +7,7 @@ A plan folder is built under a temporary name and renamed when whole. In it:
     contents.bin        hashes of what each row brings along itself, to know it again under other settings
     sorted.bin          the rows' ordinals in the order of their keys, to find a row by its key
     state.bin           one byte a row: pending, refused or committed
+    requests.bin        each row's request key: a hash of all that shapes its answer; zeros where that is drawn anew
     repeats.bin         rows whose request others have too, by group
     offers.bin          two bytes a row: how often it was in an engine, and whether it is
     bucket-NN.arrow     token ids and sampling of the rows of one length range, in input order

@@ -59,6 +59,10 @@ class PromptHashes:
         np.cumsum(mixed(places), out=sums[1:])
         return cls(lengths, starts, sums)
 
+    def only(self, prompts: npt.NDArray[np.bool_]) -> "PromptHashes":
+        """Those of some of the prompts."""
+        return PromptHashes(self.lengths[prompts], self.starts[prompts], self.sums)
+
     def prefixes(self, prompts: Counts, lengths: Counts) -> Hashes:
         """Hash of the first lengths[i] tokens of prompt number prompts[i]."""
         starts = self.starts[prompts]

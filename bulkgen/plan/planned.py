@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from bulkgen.errors import OutputError
 from bulkgen.plan.keys import KEY_TYPE, Keys, Ordinals, find, identities, whole
-from bulkgen.plan.requests import REPEAT_TYPE, Groups
+from bulkgen.plan.requests import REPEAT_TYPE, REQUEST_TYPE, Groups, Requests
 from bulkgen.records import IDENTITY_BYTES, MOST_ATTEMPTS, Shard
 from bulkgen.rundir import whole_file
 
@@ -49,6 +49,7 @@ class PlannedRow:
     max_tokens: int
     overrides: str
     warnings: tuple[str, ...]
+    request_key: bytes | None
 
 
 OFFER_TYPE = np.dtype("<u2")
@@ -129,16 +130,39 @@ class Plan:
             folder / "state.bin", np.dtype(np.uint8), self.rows, "r+" if access == "driver" else "r"
         )
         self.offers = Offers(_mapped(folder / "offers.bin", OFFER_TYPE, self.rows, "r" if access == "read" else "r+"))
-
+        self._requests: Requests = _mapped(folder / "requests.bin", REQUEST_TYPE, self.rows)
         self._repeats = _mapped(folder / "repeats.bin", REPEAT_TYPE)
 
     @cached_property
     def _groups(self) -> Groups:
         return Groups(np.asarray(self._repeats))
 
+    @cached_property
+    def sent(self) -> npt.NDArray[np.bool_]:
+        """By ordinal, whether an engine is given the row, at any time; of a group of rows just one is. Refused rows
+        count as given.
+        """
+        sent = np.ones(self.rows, bool)
+        sent[self._groups.followers(sent)] = False
+        return sent
+
+    def spare(self, ordinals: Ordinals) -> None:
+        """These rows have known answers, so that no engine is given them."""
+        self.sent[ordinals] = False
+
     def lead(self) -> None:
         """Of pending rows with the same request the first one leads, and the others follow it."""
         self.state[self._groups.followers(self.state == PENDING)] = FOLLOWING
+
+    def pending_requests(self) -> tuple[Ordinals, npt.NDArray[np.int32], Requests]:
+        """Ordinals, shards and request keys of the rows to do that have such a key."""
+        found = [(np.empty(0, np.int64), np.empty(0, np.int32))]
+        for shard in self.shards:
+            ordinals = self.ordinals(shard)
+            wanted = ordinals[np.isin(self.state[ordinals], (PENDING, FOLLOWING)) & (self._requests[ordinals] != b"")]
+            found.append((wanted, np.full(len(wanted), shard.shard, np.int32)))
+        ordinals, shards = map(np.concatenate, zip(*found, strict=True))
+        return ordinals, shards, self._requests[ordinals]
 
     def followers(self, ordinal: int) -> list[tuple[int, int]]:
         """Ordinals and shards of the rows that follow a row and are not committed."""
@@ -261,9 +285,10 @@ class Plan:
             raise OutputError(f"{self.folder}: cannot be read ({e}); remove that folder and run again") from e
 
     def lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Prompt tokens and output budgets of all rows that were not refused, in the order of the shards."""
+        """Prompt tokens and output budgets of all rows that are `sent`, in the order of the shards."""
         rows = [self._index(shard.bucket)[shard.first : shard.first + shard.rows] for shard in self.shards]
         whole = np.concatenate(rows) if rows else np.empty(0, ROW_TYPE)
+        whole = whole[self.sent[whole["ordinal"]]]
         return whole["prompt_tokens"].astype(np.int64), whole["max_tokens"].astype(np.int64)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -298,14 +323,17 @@ class Plan:
         values = lists.values.to_numpy()
         offsets = lists.offsets.to_numpy()
         ordinals = batch.column(0).to_numpy()
-        keys = self._keys[ordinals].tolist()
+        keys, requests = self._keys[ordinals].tolist(), self._requests[ordinals].tolist()
         wanted = (self.state[ordinals] == PENDING) if only is None else np.isin(ordinals, list(only))
         chosen = wanted.tolist()
         columns = [column.to_pylist() for column in batch.columns[2:]]
         for i, (ordinal, max_tokens, overrides, warnings) in enumerate(zip(ordinals.tolist(), *columns, strict=True)):
             if chosen[i]:
                 tokens = values[offsets[i] : offsets[i + 1]]
-                yield PlannedRow(ordinal, whole(keys[i]), tokens, max_tokens, overrides, tuple(warnings.split()))
+                request = whole(requests[i]) if requests[i] else None
+                yield PlannedRow(
+                    ordinal, whole(keys[i]), tokens, max_tokens, overrides, tuple(warnings.split()), request
+                )
 
 
 def load_plan(folder: Path, access: Access = "read", *, check: bool = False) -> Plan:

@@ -1,6 +1,6 @@
-"""Which rows have the same request and may have the same answer: 128 bits a request, and groups of rows."""
+"""Which rows have the same request and may have the same answer: request keys, and groups of rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -9,16 +9,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from bulkgen.plan.repeats import SamplingReader
+from bulkgen.records import REQUEST_KEY_BYTES
 
-REQUEST_TYPE = np.dtype([("high", "<u8"), ("low", "<u8")])
+# A request key; zeros: the row has none.
+REQUEST_TYPE = np.dtype(f"S{REQUEST_KEY_BYTES}")
 # A row whose request other rows have too, and which group of rows that is.
 REPEAT_TYPE = np.dtype([("ordinal", "<i8"), ("group", "<i4"), ("shard", "<i4")])
 
-Requests = npt.NDArray[np.void]
+Requests = npt.NDArray[np.bytes_]
 
 
 class RequestHasher:
-    """Hashes whole requests: what is the same for all, sampling, budget, warnings and token ids.
+    """Hashes whole requests to request keys: what is the same for all, sampling, budget, warnings and token ids.
 
     Only those whose answer another row's may stand for (see Repeats); all others get zeros. Made with BLAKE2b, so that
     nobody can make up a row that gets the answer to another one.
@@ -29,16 +31,12 @@ class RequestHasher:
         self._begun = blake2b(job.encode(errors="surrogatepass"), digest_size=REQUEST_TYPE.itemsize)
         self._reader = SamplingReader(sampling)
 
-    def of(
-        self,
-        tokens: npt.NDArray[np.int32],
-        offsets: npt.NDArray[np.int32],
-        budgets: npt.NDArray[np.int32],
-        overrides: pa.StringArray,
-        warnings: Sequence[str],
-    ) -> Requests:
-        """In REQUEST_TYPE; prompt i is tokens[offsets[i] : offsets[i + 1]]."""
-        asked = self._reader.read(overrides)
+    def of(self, rows: pa.RecordBatch, budgets: npt.NDArray[np.int32]) -> Requests:
+        """The request keys of rows in PLAN_SCHEMA."""
+        lists = rows.column("tokens")
+        tokens, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
+        warnings = rows.column("warnings").to_pylist()
+        asked = self._reader.read(rows.column("overrides"))
         digests = bytearray(len(asked) * REQUEST_TYPE.itemsize)
         for i in np.flatnonzero(asked["decided"]).tolist():
             digest = self._begun.copy()
@@ -53,9 +51,9 @@ def find_groups(requests: Requests) -> npt.NDArray[np.void]:
 
     `requests`: of all rows in input order. Groups are numbered from 0.
     """
-    decided = np.flatnonzero((requests["high"] != 0) | (requests["low"] != 0))
+    decided = np.flatnonzero(requests != b"")
     own = requests[decided]
-    order = np.lexsort((decided, own["low"], own["high"]))
+    order = np.argsort(own, kind="stable")
     own, ordinals = own[order], decided[order]
     same = own[1:] == own[:-1]  # as the one before
     member = np.zeros(len(own), bool)

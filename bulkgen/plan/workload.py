@@ -19,13 +19,23 @@ from bulkgen.plan.shape import PhaseCosts, Phases
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
-_ROW_TYPE = np.dtype([("prompt", "<i4"), ("budget", "<i4"), ("answers", "<i4"), ("decided", "?"), ("request", "<u8")])
+_ROW_TYPE = np.dtype(
+    [
+        ("prompt", "<i4"),
+        ("budget", "<i4"),
+        ("answers", "<i4"),
+        ("decided", "?"),
+        ("sent", "?"),
+        ("request", "<u8"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What a plan asks of an engine. Rows that were refused are not in it; rows that are done already are.
 
+    Neither are the `unsent` ones, which get the answer to another row, but for `repeats`, which are those of all rows.
     `prompt` and `budget` are tokens of a row and of one answer; the budget is max_tokens, the most that the answer can
     be. `total` is both together, with the budget or, where one was given, what is expected of it: its `variation`
     (coefficient of variation) and `tail` (p99 over p50) say how unlike rows are.
@@ -34,6 +44,7 @@ class Workload:
     """
 
     rows: int
+    unsent: int
     answers: int
     prompt_tokens: int
     budget_tokens: int
@@ -84,14 +95,18 @@ def measure(
     for batch in plan.batches():
         lists = batch.column("tokens")
         hashes = PromptHashes.of(lists.values.to_numpy(), lists.offsets.to_numpy())
-        prefixes.add(hashes, batch.column("ordinal").to_numpy())
-        parts.append(_rows(hashes, batch.column("max_tokens").to_numpy(), reader.read(batch.column("overrides"))))
-    rows = np.concatenate(parts)
+        ordinals, budgets = batch.column("ordinal").to_numpy(), batch.column("max_tokens").to_numpy()
+        sent = plan.sent[ordinals]
+        prefixes.add(hashes.only(sent), ordinals[sent])
+        parts.append(_rows(hashes, budgets, reader.read(batch.column("overrides")), sent))
+    every = np.concatenate(parts)
+    rows = every[every["sent"]]
     prompt, budget = rows["prompt"].astype(np.int64), rows["budget"].astype(np.int64)
     output = budget if expected_output is None else np.minimum(budget, expected_output)
     answers = rows["answers"].astype(np.int64)
     return Workload(
         rows=len(rows),
+        unsent=len(every) - len(rows),
         answers=int(answers.sum()),
         prompt_tokens=int(prompt.sum()),
         budget_tokens=int((budget * answers).sum()),
@@ -101,13 +116,23 @@ def measure(
         total=Lengths.of(prompt + output),
         prefixes=prefixes.shares(),
         groups=prefixes.groups(most_groups),
-        repeats=find_repeats(rows["request"], rows["decided"], prompt, budget * answers),
+        repeats=_repeats(every),
     )
 
 
-def _rows(hashes: PromptHashes, budgets: npt.NDArray[np.int32], asked: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+def _repeats(rows: npt.NDArray[np.void]) -> Repeats:
+    budgets = rows["budget"].astype(np.int64) * rows["answers"]
+    return find_repeats(rows["request"], rows["decided"], rows["prompt"].astype(np.int64), budgets)
+
+
+def _rows(
+    hashes: PromptHashes,
+    budgets: npt.NDArray[np.int32],
+    asked: npt.NDArray[np.void],
+    sent: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.void]:
     rows = np.empty(len(budgets), _ROW_TYPE)
-    rows["prompt"], rows["budget"] = hashes.lengths, budgets
+    rows["prompt"], rows["budget"], rows["sent"] = hashes.lengths, budgets, sent
     rows["answers"], rows["decided"] = asked["answers"], asked["decided"]
     request: Hashes = mixed(hashes.whole() + budgets.astype(np.uint64))
     rows["request"] = mixed(request + asked["key"])

@@ -81,10 +81,7 @@ class _Bucket:
         )
         self._writer.write_batch(batch)
         if self._hasher is not None:
-            lists = batch.column("tokens")
-            warnings = [" ".join(p.warnings) for p in rows]
-            tokens, budgets = lists.values.to_numpy(), index["max_tokens"]
-            self.requests.append(self._hasher.of(tokens, offsets, budgets, batch.column("overrides"), warnings))
+            self.requests.append(self._hasher.of(batch, index["max_tokens"]))
         self._rows.write(index.tobytes())
         self.batch_rows.append(len(rows))
         self._pending, self._tokens = [], 0
@@ -105,10 +102,13 @@ def _flat(rows: Sequence[Prompt], total: int) -> npt.NDArray[np.int32]:
 class PlanWriter:
     """Takes rendered rows in input order; `finish` cuts the shards and puts the plan in its place."""
 
-    def __init__(self, folder: Path, edges: Sequence[int], hasher: RequestHasher | None = None) -> None:
-        """`hasher` tells which rows have the same request, so that it is sent once; None: each row is sent."""
+    def __init__(
+        self, folder: Path, edges: Sequence[int], hasher: RequestHasher | None = None, *, once: bool = True
+    ) -> None:
+        """`hasher` makes the request keys; None: no row has one. `once`: of rows with the same one just one is sent."""
         self._final = folder
         self._hasher = hasher
+        self._once = once
         self.folder = folder.with_name(f".tmp-{folder.name}")
         self._edges = np.asarray(edges)
         self._buckets: dict[int, _Bucket] = {}
@@ -169,7 +169,9 @@ class PlanWriter:
             state.tofile(self.folder / "state.bin")
             np.zeros(self._rows, OFFER_TYPE).tofile(self.folder / "offers.bin")
             shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas), in_order)
-            self._repeats(shards).tofile(self.folder / "repeats.bin")
+            requests = self._requests()
+            requests.tofile(self.folder / "requests.bin")
+            self._repeats(requests, shards).tofile(self.folder / "repeats.bin")
             facts = facts | {
                 "rows": self._rows,
                 "refused": len(self._refused),
@@ -187,21 +189,30 @@ class PlanWriter:
             raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
         return load_plan(self._final, "driver")
 
-    def _repeats(self, shards: Sequence[Shard]) -> npt.NDArray[np.void]:
-        """The rows that share their request with others, and the shard of each."""
+    def _requests(self) -> Requests:
+        """The request keys of all rows by ordinal."""
         requests = np.zeros(self._rows, REQUEST_TYPE)
-        if self._hasher is None:
-            return find_groups(requests)
-        rows = {number: np.fromfile(self.folder / f"{_stem(number)}.rows", ROW_TYPE) for number in self._buckets}
         for number, bucket in self._buckets.items():
-            requests[rows[number]["ordinal"]] = np.concatenate([np.empty(0, REQUEST_TYPE), *bucket.requests])
-        repeats = find_groups(requests)
+            if bucket.requests:
+                requests[self._index(number)["ordinal"]] = np.concatenate(bucket.requests)
+                bucket.requests.clear()
+        return requests
+
+    def _repeats(self, requests: Requests, shards: Sequence[Shard]) -> npt.NDArray[np.void]:
+        """The rows that share their request with others, and the shard of each."""
+        repeats = find_groups(requests if self._once else requests[:0])
         if len(repeats):
             shard_of = np.full(self._rows, -1, np.int32)
             for shard in shards:
-                shard_of[rows[shard.bucket]["ordinal"][shard.first : shard.first + shard.rows]] = shard.shard
+                ordinals = self._index(shard.bucket)["ordinal"]
+                shard_of[ordinals[shard.first : shard.first + shard.rows]] = shard.shard
             repeats["shard"] = shard_of[repeats["ordinal"]]
         return repeats
+
+    def _index(self, number: int) -> npt.NDArray[np.void]:
+        """The rows of a bucket, in ROW_TYPE."""
+        index: npt.NDArray[np.void] = np.fromfile(self.folder / f"{_stem(number)}.rows", ROW_TYPE)
+        return index
 
     def discard(self) -> None:
         """Remove what was written; nothing of an unfinished plan can be used."""

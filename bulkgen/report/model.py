@@ -42,6 +42,7 @@ class RowCounts:
     answers: int = column("answers of done rows: one each, or as many as a row asks for (n)")
     retried: int = column("rows that an engine was given more than once (attempts > 1)")
     repeated: int = column("rows done or failed with another row's result, since their request is the same")
+    reused: int = column("rows done with an answer from the cache or an earlier output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class TokenCounts:
     cached_tokens: int = column("prompt tokens that the prefix cache held, a part of prompt_tokens")
     output_tokens: int = column("generated tokens")
     invalid_output_tokens: int = column("generated tokens of the rows in invalid, a part of output_tokens")
-    repeated_prompt_tokens: int = column("prompt tokens of repeated rows, which nothing computed; in no other sum")
-    repeated_output_tokens: int = column("output tokens of repeated rows, which nothing computed; in no other sum")
+    spared_prompt_tokens: int = column("prompt tokens of repeated and reused rows, not computed; in no other sum")
+    spared_output_tokens: int = column("output tokens of repeated and reused rows, not computed; in no other sum")
 
     @property
     def total_tokens(self) -> int:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bulkgen.errors import OutputError
-from bulkgen.records import DONE, REPEAT, ROW_KEY_BYTES
+from bulkgen.records import DONE, ENGINE, ROW_KEY_BYTES
 from bulkgen.report.model import Latency, Percentiles, ShardReport
 
 # Takes a part and its row keys as fixed-width byte strings (numpy S16), says which rows are in the current plan and
@@ -26,15 +26,16 @@ from bulkgen.report.model import Latency, Percentiles, ShardReport
 InPlan = Callable[[Path, npt.NDArray[np.bytes_]], npt.NDArray[np.bool_]]
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_KINDS = ("shard", "status", "finish_reason", "error_code", "warnings", "again", "repeated")
+_KINDS = ("shard", "status", "finish_reason", "error_code", "warnings", "answer_from", "again")
 # What is read of a row: its kinds, with its warnings as one text and whether it took several attempts, and figures.
 _READ = [
     *(pl.col(name) for name in ("shard", "status", "finish_reason", "error_code")),
     pl.col("warnings").list.join(" ").alias("warnings"),
     (pl.col("attempts") > 1).fill_null(False).alias("again"),
-    (pl.col("answer_from") == REPEAT).fill_null(False).alias("repeated"),
+    pl.col("answer_from"),
     *(pl.col(name) for name in (*_TOKENS, "answers", "e2e_s")),
 ]
+_COMPUTED = pl.col("answer_from") == ENGINE
 _LATENCIES = ("queued_s", "ttft_s", "tpot_s", "e2e_s")
 # Decode steps of a row, and of each of its answers; the first token of an answer comes with the prompt.
 _DECODES = (pl.col("output_tokens").cast(pl.Int64) - pl.col("answers")).clip(lower_bound=0)
@@ -134,13 +135,13 @@ def total(sums: pl.DataFrame, name: str) -> int:
 
 
 def computed(sums: pl.DataFrame) -> pl.DataFrame:
-    """The sums of rows that an engine was given: without those that have another row's result."""
-    return sums.filter(~pl.col("repeated"))
+    """The sums of rows that an engine was given."""
+    return sums.filter(_COMPUTED)
 
 
-def repeated(sums: pl.DataFrame) -> pl.DataFrame:
-    """The sums of rows that have the result of another one with the same request."""
-    return sums.filter("repeated")
+def spared(sums: pl.DataFrame) -> pl.DataFrame:
+    """The sums of rows whose results were there already: another row's, or an earlier run's."""
+    return sums.filter(~_COMPUTED)
 
 
 def done(sums: pl.DataFrame) -> pl.DataFrame:
@@ -188,7 +189,7 @@ def shard_reports(sums: pl.DataFrame) -> tuple[ShardReport, ...]:
             pl.col("rows").filter(is_done).sum().alias("done"),
             pl.col("rows").filter(~is_done).sum().alias("failed"),
             pl.col("rows").sum(),
-            *(pl.col(name).filter(~pl.col("repeated")).sum() for name in (*_TOKENS, "service_s")),
+            *(pl.col(name).filter(_COMPUTED).sum() for name in (*_TOKENS, "service_s")),
         )
         .sort("plan", "shard")
     )
@@ -208,12 +209,12 @@ def _keys(path: Path) -> npt.NDArray[np.bytes_]:
 
 def no_sums() -> pl.DataFrame:
     """The sums of no parts."""
-    strings = ("status", "finish_reason", "error_code", "warnings")
+    strings = ("status", "finish_reason", "error_code", "warnings", "answer_from")
     return pl.DataFrame(
         schema={
             "shard": pl.Int32,
             **dict.fromkeys(strings, pl.String),
-            **dict.fromkeys(("again", "repeated"), pl.Boolean),
+            "again": pl.Boolean,
             **dict.fromkeys(("rows", *_PAIRS, *_TOKENS, "answers"), pl.Int64),
             "service_s": pl.Float64,
             **dict.fromkeys(("start", "plan", "replica"), pl.Int64),

@@ -9,7 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from bulkgen.report import figures
-from bulkgen.report.model import EngineWork, LeftOut, Percentiles, PhysicalLimit, Report, StartReport
+from bulkgen.report.model import (
+    EngineWork,
+    LeftOut,
+    Percentiles,
+    PhysicalLimit,
+    Report,
+    RowCounts,
+    StartReport,
+    TokenCounts,
+)
 from bulkgen.report.sheet import new_table, shown
 
 _STARTS_SHOWN = 20
@@ -172,6 +181,27 @@ def _rows_headline(whole: StartReport) -> str:
     return ", ".join(parts)
 
 
+def _special_rows(rows: RowCounts, tokens: TokenCounts) -> list[tuple[str, str, str]]:
+    """Of the rows that are done or failed: those of which there is something to say."""
+    invalid = figures.count(tokens.invalid_output_tokens)
+    cut = f"{rows.invalid_at_length:,} of them cut; {invalid} output tokens"
+    spared = tokens.spared_prompt_tokens + tokens.spared_output_tokens
+    lines = [
+        ("rows empty", rows.empty, f"done without text, {rows.empty_at_length:,} of them cut"),
+        ("rows invalid", rows.invalid, f"done, not in the form asked for, {cut}"),
+        (
+            "answers",
+            rows.answers if rows.answers > rows.done else 0,
+            "of rows done, which may ask for several (n)",
+        ),
+        ("rows retried", rows.retried, "an engine was given them more than once"),
+        ("rows repeated", rows.repeated, "have the result of a row with the same request"),
+        ("rows reused", rows.reused, "have an answer from the cache or an earlier output"),
+        ("tokens spared", spared, "of repeated and reused rows, which no engine computed"),
+    ]
+    return [(name, figures.count(number), what) for name, number, what in lines if number]
+
+
 def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
     whole = report.whole
     rows, seconds, kv = whole.rows, whole.seconds, whole.kv
@@ -191,22 +221,7 @@ def _summary_lines(report: Report) -> list[tuple[str, str, str]]:
         ("warning", whole.warnings),
     ):
         lines += [("", figures.count(n), f"{why}: {code}") for code, n in list(codes.items())[:_CODES_SHOWN]]
-    if rows.empty:
-        lines.append(
-            ("rows empty", figures.count(rows.empty), f"done without text, {rows.empty_at_length:,} of them cut")
-        )
-    if rows.invalid:
-        tokens = figures.count(whole.tokens.invalid_output_tokens)
-        cut = f"{rows.invalid_at_length:,} of them cut; {tokens} output tokens"
-        lines.append(("rows invalid", figures.count(rows.invalid), f"done, not in the form asked for, {cut}"))
-    if rows.answers > rows.done:
-        lines.append(("answers", figures.count(rows.answers), "of rows done, which may ask for several (n)"))
-    if rows.retried:
-        lines.append(("rows retried", figures.count(rows.retried), "an engine was given them more than once"))
-    if rows.repeated:
-        saved = figures.count(whole.tokens.repeated_prompt_tokens + whole.tokens.repeated_output_tokens)
-        saved = f"have the result of a row with the same request; {saved} tokens not computed"
-        lines.append(("rows repeated", figures.count(rows.repeated), saved))
+    lines += _special_rows(rows, whole.tokens)
     if whole.model is not None:
         lines.append(("model", "", f"generated the rows: {whole.model}"))
     if whole.left_out.left_out_files:

@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 
 from bulkgen.codes import EMPTY_OUTPUT, INVALID_OUTPUT, UNFINISHED_OUTPUT
+from bulkgen.records import CACHE, REPEAT, REUSE
 from bulkgen.report import parts as part_files
 from bulkgen.report import timeline as samples
 from bulkgen.report.history import History, Plan, Record, Start, sort_records
@@ -214,7 +215,8 @@ def _row_counts(sums: pl.DataFrame) -> RowCounts:
         invalid_at_length=part_files.total(part_files.warned(sums, UNFINISHED_OUTPUT), "rows"),
         answers=part_files.total(done, "answers"),
         retried=part_files.total(sums.filter("again"), "rows"),
-        repeated=part_files.total(part_files.repeated(sums), "rows"),
+        repeated=part_files.total(sums.filter(pl.col("answer_from") == REPEAT), "rows"),
+        reused=part_files.total(sums.filter(pl.col("answer_from").is_in([CACHE, REUSE])), "rows"),
     )
 
 
@@ -225,7 +227,7 @@ def _input_rows(committed: RowCounts, plan: Plan | None) -> RowCounts:
 
 
 def _tokens(sums: pl.DataFrame) -> TokenCounts:
-    repeated, sums = part_files.repeated(sums), part_files.computed(sums)
+    spared, sums = part_files.spared(sums), part_files.computed(sums)
     return TokenCounts(
         prompt_tokens=part_files.total(sums, "prompt_tokens"),
         cached_tokens=part_files.total(sums, "cached_tokens"),
@@ -233,8 +235,8 @@ def _tokens(sums: pl.DataFrame) -> TokenCounts:
         invalid_output_tokens=part_files.total(
             part_files.warned(sums, UNFINISHED_OUTPUT, INVALID_OUTPUT), "output_tokens"
         ),
-        repeated_prompt_tokens=part_files.total(repeated, "prompt_tokens"),
-        repeated_output_tokens=part_files.total(repeated, "output_tokens"),
+        spared_prompt_tokens=part_files.total(spared, "prompt_tokens"),
+        spared_output_tokens=part_files.total(spared, "output_tokens"),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from bulkgen.records import ROW_KEY_BYTES, Logprobs, Sample
 
@@ -103,8 +104,9 @@ def as_keys(column: pa.ChunkedArray | pa.Array) -> npt.NDArray[np.bytes_]:
 
 
 def hex_keys(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """A column of row keys as people read them: hexadecimal digits."""
+    """A column of keys as people read them: hexadecimal digits. Null stays null."""
     digits = as_keys(column).tobytes().hex().encode()
     width = 2 * ROW_KEY_BYTES
     ends = np.arange(0, len(digits) + width, width, dtype=np.int32)
-    return pa.StringArray.from_buffers(len(column), pa.py_buffer(ends), pa.py_buffer(digits))
+    shown = pa.StringArray.from_buffers(len(column), pa.py_buffer(ends), pa.py_buffer(digits))
+    return pc.if_else(pc.is_valid(column), shown, pa.scalar(None, pa.string())) if column.null_count else shown

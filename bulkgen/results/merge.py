@@ -183,7 +183,7 @@ def _as_results(refused: pa.Table) -> pa.Table:
 def _output_rows(
     table: pa.RecordBatch | pa.Table, result: pa.Table, extra_columns: Sequence[str], schema: pa.Schema
 ) -> pa.Table:
-    row_keys = hex_keys(result["key"])
+    shown = {"row_key": hex_keys(result["key"]), "request_key": hex_keys(result["request_key"])}
     added = [result["status"], result["text"]]
-    added += [row_keys if name == "row_key" else result[name] for name in (*extra_columns, *RESULT_COLUMNS)]
+    added += [shown[name] if name in shown else result[name] for name in (*extra_columns, *RESULT_COLUMNS)]
     return pa.Table.from_arrays([*table.columns, *added], schema=schema)

@@ -14,6 +14,8 @@ from bulkgen.results.disk import ParquetSink, writing
 from bulkgen.results.parts import PART_SCHEMA
 from bulkgen.rundir import RunDir, sync
 
+# Metadata of an output: which of its columns holds the text.
+TEXT_COLUMN = b"bulkgen.text_column"
 _NAME = "part-{:05d}.parquet"
 _NAMED = re.compile(r"part-\d{5,}\.parquet")
 _TEMPORARY = ".tmp-{}"
@@ -32,10 +34,10 @@ def output_files(path: Path) -> list[Path]:
 
 def output_schema(input_schema: pa.Schema, text_column: str, extra_columns: Sequence[str]) -> pa.Schema:
     """The input's columns untouched, then status, the text, `extra_columns` and RESULT_COLUMNS."""
-    types = {field.name: field.type for field in PART_SCHEMA} | {"row_key": pa.string()}
+    types = {field.name: field.type for field in PART_SCHEMA} | dict.fromkeys(("row_key", "request_key"), pa.string())
     added = [pa.field("status", pa.string()), pa.field(text_column, pa.string())]
     added += [pa.field(name, types[name]) for name in (*extra_columns, *RESULT_COLUMNS)]
-    return pa.schema([*input_schema, *added], metadata=input_schema.metadata)
+    return pa.schema([*input_schema, *added], metadata={**(input_schema.metadata or {}), TEXT_COLUMN: text_column})
 
 
 class Output:

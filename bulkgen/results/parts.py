@@ -12,7 +12,18 @@ import pyarrow.parquet as pq
 
 from bulkgen.codes import EMPTY_OUTPUT
 from bulkgen.errors import OutputError
-from bulkgen.records import DONE, ENGINE, FAILED, REPEAT, ROW_KEY_BYTES, Completion, Failure, Logprobs, Sample
+from bulkgen.records import (
+    DONE,
+    ENGINE,
+    FAILED,
+    REPEAT,
+    REQUEST_KEY_BYTES,
+    ROW_KEY_BYTES,
+    Completion,
+    Failure,
+    Logprobs,
+    Sample,
+)
 from bulkgen.results.columns import LOGPROBS_TYPE, SAMPLES_TYPE, as_column, as_keys
 from bulkgen.results.disk import ParquetSink, open_parquet, reading
 from bulkgen.rundir import whole_file
@@ -38,10 +49,21 @@ PART_SCHEMA = pa.schema(
         ("attempts", pa.int32()),
         ("answer_from", pa.string()),
         ("settings_key", pa.string()),
+        ("request_key", pa.binary(REQUEST_KEY_BYTES)),
         ("samples", SAMPLES_TYPE),
         ("logprobs", LOGPROBS_TYPE),
         ("valid", pa.bool_()),
         ("answers", pa.int32()),
+    ]
+)
+# What of a done row is the same for each row with its request, whoever computed it.
+ANSWER_SCHEMA = pa.schema(
+    [
+        PART_SCHEMA.field(name)
+        for name in (
+            *("request_key", "text", "finish_reason", "prompt_tokens", "output_tokens", "warnings"),
+            *("samples", "logprobs", "valid", "answers"),
+        )
     ]
 )
 # Columns with few distinct values. Texts are stored plainly, so that the file's own figures tell how large they are
@@ -90,6 +112,7 @@ class PartRow(NamedTuple):
     attempts: int
     answer_from: str
     settings_key: str
+    request_key: bytes | None
     samples: Sequence[Sample] | None = None
     logprobs: Logprobs | None = None
     valid: bool | None = None
@@ -100,7 +123,8 @@ class PartRow(NamedTuple):
 class About:
     """What is known of a row beside its result.
 
-    `attempts` counts how often an engine was given it, `settings_key` names the settings that made its request.
+    `attempts` counts how often an engine was given it, `settings_key` names the settings that made its request, and
+    `request_key` the request itself, where its answer may stand for another one's.
     """
 
     key: bytes
@@ -108,6 +132,7 @@ class About:
     warnings: tuple[str, ...] = ()
     attempts: int = 1
     settings_key: str = ""
+    request_key: bytes | None = None
 
 
 def done_row(row: About, c: Completion) -> PartRow:
@@ -131,6 +156,7 @@ def done_row(row: About, c: Completion) -> PartRow:
         attempts=row.attempts,
         answer_from=ENGINE,
         settings_key=row.settings_key,
+        request_key=row.request_key,
         samples=c.samples or None,
         logprobs=c.logprobs,
         valid=c.valid,
@@ -178,6 +204,7 @@ def failed_row(row: About, f: Failure) -> PartRow:
         attempts=row.attempts,
         answer_from=ENGINE,
         settings_key=row.settings_key,
+        request_key=row.request_key,
     )
 
 
@@ -191,6 +218,34 @@ def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:
                 for values, field in zip(zip(*chunk, strict=True), PART_SCHEMA, strict=True)
             ]
             sink.write(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
+
+
+def answered(
+    answers: pa.Table,
+    keys: Sequence[bytes],
+    shards: npt.NDArray[np.int32],
+    answer_from: str,
+    settings_key: str,
+) -> pa.Table:
+    """Rows of a part that have answers of other runs, in ANSWER_SCHEMA, one for each row."""
+    rows = len(keys)
+    known = {
+        "key": pa.array(keys, pa.binary(ROW_KEY_BYTES)),
+        "shard": pa.array(shards, pa.int32()),
+        "status": pa.repeat(pa.scalar(DONE), rows),
+        "attempts": pa.repeat(pa.scalar(0, pa.int32()), rows),
+        "answer_from": pa.repeat(pa.scalar(answer_from), rows),
+        "settings_key": pa.repeat(pa.scalar(settings_key), rows),
+    } | {name: answers[name] for name in ANSWER_SCHEMA.names}
+    columns = [known[f.name] if f.name in known else pa.nulls(rows, f.type) for f in PART_SCHEMA]
+    return pa.Table.from_arrays(columns, schema=PART_SCHEMA)
+
+
+def write_answered(folder: Path, name: str, rows: pa.Table) -> None:
+    """Write a part of rows in PART_SCHEMA as `write_part` does. Raises OutputError."""
+    final = folder / name
+    with whole_file(final) as path, ParquetSink(path, final, PART_SCHEMA, _DICTIONARY) as sink:
+        sink.write(rows)
 
 
 def _chunks(rows: Sequence[PartRow]) -> Iterator[Sequence[PartRow]]:

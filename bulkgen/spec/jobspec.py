@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, JsonValue, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from bulkgen.errors import SpecError
 from bulkgen.records import EXTRA_COLUMNS, MOST_ATTEMPTS, RESULT_COLUMNS
@@ -21,6 +21,7 @@ OWN_COLUMNS = frozenset(("status", *RESULT_COLUMNS))
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+PathText = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -169,6 +170,40 @@ class StubSpec(Section):
 _NO_VARIABLE = re.compile("[\0\ud800-\udfff]")
 
 
+# Of vLLM's settings those that say how and when an engine computes, never what. All others count as shaping answers.
+_HOW_ALONE = frozenset(
+    (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "distributed_executor_backend",
+        "seed",
+        "num_gpu_blocks_override",
+        "swap_space",
+        "cpu_offload_gb",
+        "compilation_config",
+        "async_scheduling",
+        "scheduling_policy",
+        "disable_log_stats",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "long_prefill_token_threshold",
+        "load_format",
+        "download_dir",
+        "hf_token",
+    )
+)
+
+
 class EngineSpec(Section):
     """The engine and its settings, under vLLM's own names. What is unset is vLLM's default."""
 
@@ -247,6 +282,11 @@ class EngineSpec(Section):
         named = {name: value for name, value in self if name not in ours and value is not None}
         return {**named, **self.args}
 
+    def answer_settings(self) -> dict[str, Any]:
+        """What of it shapes answers, beside model and request."""
+        told = {name: value for name, value in self.vllm_args().items() if name not in _HOW_ALONE}
+        return {"kind": self.kind, "args": told} | ({"seed": self.stub.seed} if self.kind == "stub" else {})
+
     def environment(self) -> dict[str, str]:
         """`env` as a process takes it."""
         return {name: str(value) for name, value in self.env.items()}
@@ -275,6 +315,16 @@ class PriceSpec(Section):
     usd_per_hour: Annotated[float, Field(ge=0)] | None = Field(default=None, description="of one replica")
 
 
+class CacheSpec(Section):
+    """Answers that are kept for later runs, of any job: the same request to the same model is not computed again."""
+
+    path: PathText | None = Field(default=None, description="the cache's file, which jobs may share; unset: no cache")
+    max_bytes: Annotated[ByteSize, Field(gt=0)] = Field(
+        default=ByteSize(10 << 30),
+        description="the most that its answers may take, such as 500MB or 10GiB; the least recently used ones go",
+    )
+
+
 class JobSpec(Section):
     """One job, as its YAML file and --set say it."""
 
@@ -291,6 +341,11 @@ class JobSpec(Section):
         default="once",
         description="of rows with the same request whose answer is decided (temperature 0, or a seed of their own), "
         "one is sent and all get its answer; each: every row is sent",
+    )
+    cache: CacheSpec = CacheSpec()
+    reuse: list[PathText] = Field(
+        default=[],
+        description="earlier outputs of any job, files or folders, whose answers stand for those to the same requests",
     )
 
     _source: Path = PrivateAttr(Path("job.yaml"))
@@ -335,6 +390,22 @@ class JobSpec(Section):
     def output_path(self) -> Path:
         """The output as an absolute path."""
         return Path(os.path.normpath(self.base / self.output.path))
+
+    @property
+    def cache_path(self) -> Path | None:
+        """The answer cache as an absolute path."""
+        return None if self.cache.path is None else self._path(self.cache.path)
+
+    @property
+    def reuse_paths(self) -> list[Path]:
+        """The earlier outputs as absolute paths."""
+        return [self._path(path) for path in self.reuse]
+
+    def _path(self, text: str) -> Path:
+        try:
+            return Path(os.path.normpath(self.base / Path(text).expanduser()))
+        except RuntimeError as e:  # a user who does not exist
+            raise SpecError(f"{self.source}: {text}: cannot be found ({e}); give a path that can") from e
 
     def chat_template_text(self) -> str | None:
         """The chat template that the job brings along. Raises SpecError when its file cannot be read."""
