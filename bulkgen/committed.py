@@ -143,10 +143,10 @@ class Committed:
         given = [record["parts"] for record in self._manifest.of("cached") if record["cache"] == cache]
         return self.parts()[max(given, default=0) :]
 
-    def in_cache(self, cache: str, start: int, answers: int) -> None:
-        """A cache was given all parts so far, and so many answers in them."""
+    def in_cache(self, cache: str, start: int) -> None:
+        """A cache was given all parts so far."""
         parts = len(self._manifest.of("part"))
-        self._manifest.append({"record": "cached", "start": start, "cache": cache, "parts": parts, "answers": answers})
+        self._manifest.append({"record": "cached", "start": start, "cache": cache, "parts": parts})
 
     def retry(self, what: Sequence[str], start: int) -> int:
         """Let rows go again: `failed`, `truncated` (cut at max_tokens), or an error or warning code.

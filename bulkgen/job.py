@@ -376,9 +376,9 @@ class _Start:
     def _remember(self) -> None:
         """What was generated is in the cache from now on, if the job has one."""
         cache = str(self.spec.cache_path or "")
-        if cache and (parts := self.committed.not_in_cache(cache)):
-            answers = KnownAnswers(self.spec, self.say).remember(parts, self.stop.check)
-            self.committed.in_cache(cache, self.number, answers)
+        parts = self.committed.not_in_cache(cache) if cache else []
+        if parts and KnownAnswers(self.spec, self.say).remember(parts, self.stop.check):
+            self.committed.in_cache(cache, self.number)
 
     # ---- generate ----
 

@@ -160,6 +160,12 @@ class TestBadCaches:
                 assert not job.run_folder.exists()
             assert other.read_bytes() == before
 
+    @pytest.mark.parametrize("place", ["out.parquet", "out.parquet.bulkgen/cache", "out.parquet.bulkgen"])
+    def test_one_in_the_place_of_the_output(self, make_cached: MakeJob, place: str) -> None:
+        ended = make_cached(asked(0, 3), cache={"path": place}).run()
+        assert ended.code == 2
+        assert "is a place of the output" in ended.err
+
     def test_a_damaged_one_costs_time_only(self, make_cached: MakeJob, tmp_path: Path) -> None:
         first, second = make_cached(asked(0, 400)), make_cached(asked(0, 400))
         assert first.run().code == 0
@@ -178,6 +184,22 @@ class TestBadCaches:
         assert ended.code == 0
         assert "the answer cache cannot be used" in ended.err
         assert_right(job, range(5))
+
+    def test_what_it_could_not_take_comes_later(self, make_cached: MakeJob, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        job = make_cached(asked(0, 5), cache={"path": str(tmp_path / "file" / "cache")})
+        assert job.run().code == 0
+        (tmp_path / "file").unlink()
+        (job.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked(0, 7)))
+        assert job.run().code == 0
+        later = make_cached(asked(0, 7), cache={"path": str(tmp_path / "file" / "cache")})
+        assert later.run().code == 0
+        assert sources(later) == {"cache": 7}
+
+    def test_looking_into_it_makes_none(self, make_cached: MakeJob, tmp_path: Path) -> None:
+        job = make_cached(asked(0, 5))
+        assert bulkgen("plan", str(job.path)).code == 0
+        assert not (tmp_path / "answers.cache").exists()
 
 
 class TestAnswerCache:

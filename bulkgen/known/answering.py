@@ -1,5 +1,6 @@
 """Which rows of a plan have known answers, parts of them for the manifest, and new answers for the cache."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bulkgen.errors import OutputError
+from bulkgen.errors import OutputError, SpecError
 from bulkgen.known.cache import Answer, AnswerCache
 from bulkgen.known.earlier import answers_in, earlier_files
 from bulkgen.plan import Plan
 from bulkgen.records import CACHE, DONE, ENGINE, REUSE
 from bulkgen.results import ANSWER_SCHEMA, CommittedPart, answered, read_part
+from bulkgen.rundir import RunDir
 from bulkgen.spec import JobSpec
 
 # Rows that are held until they are a part: so many, or bytes.
@@ -46,9 +48,14 @@ class KnownAnswers:
         return bool(self._spec.cache.path or self._spec.reuse)
 
     def check(self) -> None:
-        """Raise SpecError where what the job calls its cache is something else."""
-        if (path := self._spec.cache_path) is not None and path.exists():
-            with closing(self._cache(path)):
+        """Raise SpecError where what the job calls its cache is something else, or is to lie in the output's place."""
+        path, output = self._spec.cache_path, self._spec.output_path
+        if path is None:
+            return
+        if {output, RunDir.of_output(output).path} & {path, *path.parents}:
+            raise SpecError(f"{self._spec.source}: cache.path: {path} is a place of the output; choose another one")
+        if path.exists():
+            with contextlib.suppress(OutputError), closing(self._cache(path)):
                 pass
 
     def answer(
@@ -67,7 +74,7 @@ class KnownAnswers:
             for answers in self._reused(path, rows):
                 yield REUSE, answers
         cache = self._spec.cache_path
-        if cache is not None and rows.left:
+        if cache is not None and cache.exists() and rows.left:
             for answers in self._cached(cache, rows):
                 yield CACHE, answers
 
@@ -94,22 +101,22 @@ class KnownAnswers:
         except OutputError as e:
             self._say(f"{e}; what is not found in it is generated")
 
-    def remember(self, parts: Sequence[CommittedPart], check_stop: Callable[[], None]) -> int:
-        """Put what was generated, and what was reused, of these parts into the cache, if the job has one.
+    def remember(self, parts: Sequence[CommittedPart], check_stop: Callable[[], None]) -> bool:
+        """Put what was generated, and what was reused, of these parts into the job's cache. Returns whether it worked.
 
-        Returns how many answers. The parts are oldest first, so that of two answers to a request the last one stays.
+        The parts are oldest first, so that of two answers to a request the last one stays.
         """
         path = self._spec.cache_path
         if path is None:
-            return 0
-        answers = _Counted(_answers_of(parts, check_stop))
+            return False
         try:
             with closing(self._cache(path)) as cache:
-                cache.put(answers)
+                cache.put(_answers_of(parts, check_stop))
                 cache.shrink()
         except OutputError as e:
-            self._say(f"{e}; the results are safe, later runs may have to compute them again")
-        return answers.count
+            self._say(f"{e}; the results are safe, but later runs may have to compute them again")
+            return False
+        return True
 
     def _cache(self, path: Path) -> AnswerCache:
         return AnswerCache(path, self._spec.cache.max_bytes, self._spec.output.private)
@@ -177,19 +184,6 @@ class _Part:
         if self._tables:
             yield AnsweredRows(np.concatenate(self._ordinals), pa.concat_tables(self._tables))
         self._ordinals, self._tables = [], []
-
-
-class _Counted:
-    """Answers on their way, counted."""
-
-    def __init__(self, answers: Iterator[tuple[bytes, Answer]]) -> None:
-        self._answers = answers
-        self.count = 0
-
-    def __iter__(self) -> Iterator[tuple[bytes, Answer]]:
-        for answer in self._answers:
-            self.count += 1
-            yield answer
 
 
 def _answers_of(parts: Sequence[CommittedPart], check_stop: Callable[[], None]) -> Iterator[tuple[bytes, Answer]]:

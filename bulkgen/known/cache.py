@@ -51,8 +51,9 @@ class AnswerCache:
         self.path = path
         self._max_bytes = max_bytes
         with self._speaking():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600 if private else 0o666))
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600 if private else 0o666))
             self._db = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None)
             try:
                 self._prepare()

@@ -20,6 +20,8 @@ _MOST_SHOWN = 60
 # pydantic's error types in our words; what is not here keeps pydantic's.
 _WANTED = {
     "bool_type": "true or false",
+    "byte_size": "a size such as 500MB or 10GiB",
+    "byte_size_unit": "a size such as 500MB or 10GiB",
     "dict_type": "a section of keys and values",
     "finite_number": "a finite number",
     "float_type": "a number",
@@ -32,6 +34,7 @@ _WANTED = {
     "list_type": "a list",
     "literal_error": "{expected}",
     "model_type": "a section with keys of its own",
+    "string_pattern_mismatch": "a path without NUL characters",
     "string_too_short": "text that is not empty",
     "string_type": "text",
     "too_short": "a list that is not empty",
