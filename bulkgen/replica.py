@@ -323,14 +323,21 @@ class Replica:
         if not unwritten.rows:
             unwritten.since = time.monotonic()
         finished = failed_row(about, result) if isinstance(result, Failure) else done_row(about, result)
+        followers = self._repeated(row.ordinal, finished)
         # The row itself comes last: were it committed before them, nothing would be left to follow.
-        followers = self._plan.followers(row.ordinal)
-        keys = self._plan.keys_of(np.array([ordinal for ordinal, _ in followers], np.int64))
-        unwritten.rows += [repeated_row(finished, key, shard) for key, (_, shard) in zip(keys, followers, strict=True)]
+        unwritten.rows += followers
         unwritten.rows.append(finished)
         for totals in (unwritten.totals, self._totals):
             totals.add(result, row.max_tokens)
             totals.repeat(result, len(followers))
+
+    def _repeated(self, ordinal: int, finished: PartRow) -> list[PartRow]:
+        """The records of the rows that follow a finished one."""
+        followers = self._plan.followers(ordinal)
+        if not followers:
+            return []
+        keys = self._plan.keys_of(np.array([follower for follower, _ in followers], np.int64))
+        return [repeated_row(finished, key, shard) for key, (_, shard) in zip(keys, followers, strict=True)]
 
     def _commit_if_due(self) -> None:
         rows = len(self._uncommitted.rows)
