@@ -31,7 +31,7 @@ ROUNDS = int(os.environ.get("BENCH_PEER_ROUNDS", "3"))
 STATIC_ROWS = int(os.environ.get("BENCH_STATIC_ROWS", "32"))
 WAYS = [way for way in os.environ.get("BENCH_PEERS", "ceiling,chat,chunks,run_batch,static").split(",") if way]
 ROOT = Path(__file__).parent.parent
-# What a user must say to run the demo model at all, and what makes the peers' memory and numbers those of bulkgen.
+# What a user of the peers must say, and the KV cache of all of them.
 _CONTEXT = 4096
 _KV_GIB = "2"
 
@@ -84,8 +84,7 @@ def _bulkgen(folder: Path) -> Taken:
     (folder / "job.yaml").write_text(
         "name: peers\nmodel: demo\ninput: {path: in.jsonl, id: id, messages: messages}\n"
         "sampling: {temperature: 0, max_tokens: {column: max_tokens}}\noutput: {path: out.parquet}\n"
-        f"engine: {{config: {json.dumps(str(ROOT / 'configs/cpu.yaml'))}, max_model_len: {_CONTEXT}, "
-        f"env: {{VLLM_CPU_KVCACHE_SPACE: {_KV_GIB}}}}}\n"
+        f"engine: {{env: {{VLLM_CPU_KVCACHE_SPACE: {_KV_GIB}}}}}\n"
     )
     wall_s, _ = _timed([sys.executable, "-m", "bulkgen", "run", "-q", str(folder / "job.yaml")], {}, (0, 3))
     run = folder / "out.parquet.bulkgen"
@@ -107,8 +106,12 @@ def _peer(way: str, folder: Path, ours: Taken) -> Taken:
     from bulkgen.engine.demo_model import demo_model_folder
 
     args = ours["chosen"]["args"]
-    # The format of numbers is no matter of scheduling: all compute in the one that bulkgen chose.
-    plain = {"max_model_len": _CONTEXT, "enforce_eager": True, "dtype": args.get("dtype", "auto")}
+    # Number format and compilation are no matter of scheduling: all compute as bulkgen chose to.
+    plain = {
+        "max_model_len": _CONTEXT,
+        "enforce_eager": args.get("enforce_eager", False),
+        "dtype": args.get("dtype", "auto"),
+    }
     settings: Taken = {"model": str(demo_model_folder()), "args": args if way == "ceiling" else plain}
     rows = ROWS
     if way == "static":
@@ -136,8 +139,9 @@ def _run_batch(folder: Path, model: str, args: Taken, env: dict[str, str]) -> Ta
             line = {"custom_id": row["id"], "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(line) + "\n")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "--model", model]
-    command += ["-i", str(folder / "batch.jsonl"), "-o", str(folder / "batch-out.jsonl"), "--enforce-eager"]
+    command += ["-i", str(folder / "batch.jsonl"), "-o", str(folder / "batch-out.jsonl")]
     command += ["--max-model-len", str(args["max_model_len"]), "--dtype", str(args["dtype"])]
+    command += ["--enforce-eager"] if args["enforce_eager"] else []
     wall_s, _ = _timed(command, env)
     answers = [json.loads(line) for line in (folder / "batch-out.jsonl").read_text().splitlines()]
     tokens = sum(answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers)
