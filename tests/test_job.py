@@ -48,7 +48,7 @@ def test_columns_stand_as_documented(make_job: MakeJob) -> None:
     assert pq.read_schema(job.output).names == [
         *("id", "prompt", "extra", "status", "text", "finish_reason", "prompt_tokens", "cached_tokens"),
         *("output_tokens", "queued_s", "ttft_s", "tpot_s", "e2e_s", "error_code", "error"),
-        *("warnings", "attempts", "settings_key", "row_key"),
+        *("warnings", "attempts", "answer_from", "settings_key", "request_key", "row_key"),
     ]
     row = job.rows()[0]
     assert row["status"] == "done"
