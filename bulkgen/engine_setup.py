@@ -1,8 +1,10 @@
 """How a job's engines are set up: on what, with which settings for the rows of its plan, and what each replica gets."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,14 @@ from bulkgen.engine import EngineSettings
 from bulkgen.engine.devices import Share, divide, gpus_here, runs_on_cpu, vllm_version
 from bulkgen.errors import SpecError
 from bulkgen.plan import BLOCK_SIZES, Plan, Workload, measure
-from bulkgen.profiles import Profile, cpu_speed, load_profile
+from bulkgen.profiles import Profile, WorkShape, cpu_speed, load_profile, load_tuned, nearest
 from bulkgen.prompt import Model
 from bulkgen.seat import ReplicaSetup
 from bulkgen.sizing import (
     Architecture,
     Choices,
     Device,
+    Measured,
     Place,
     Rows,
     Serving,
@@ -84,29 +87,48 @@ class Fit:
 
 
 def fit_engine(spec: JobSpec, model: Model, plan: Plan) -> Fit:
-    """The settings of each replica's engine for the rows of a plan; none for an engine without a model."""
-    engine = spec.engine
-    if engine.kind != "vllm":
+    """The settings of each replica's engine for the rows of a plan.
+
+    The stub, which has no model, gets none but those that `bulkgen tune` has found for it.
+    """
+    if spec.engine.kind == "vllm":
+        return fit_rows(spec, model, measured_rows(spec, plan), device_here())
+    if not load_tuned(tuned_key(spec, model)):
         return Fit()
-    device = device_here()
-    rows = rows_in_numbers(plan, measure(plan, spec.sampling.constants(), block_sizes=block_sizes(spec)))
+    return Fit(_found_best(spec, model, measured_rows(spec, plan), None).settings())
+
+
+def measured_rows(spec: JobSpec, plan: Plan) -> Rows:
+    """The rows of a plan in numbers, with what they share."""
+    return rows_in_numbers(plan, measure(plan, spec.sampling.constants(), block_sizes=block_sizes(spec)))
+
+
+def fit_rows(spec: JobSpec, model: Model, rows: Rows, device: Device, measured: Measured | None = None) -> Fit:
+    """As `fit`; for a model that is not known, what can be said without it."""
     try:
-        return fit(spec, model, rows, device)
+        return fit(spec, model, rows, device, measured)
     except Exception as e:
         # What the arithmetic does not know may be known to the engine; nobody's job should end for advice.
         place = Place(device=device, bfloat16=computes_bfloat16())
-        settings = resolve(engine.vllm_args(), rows.demand(), place, model.context_length)
+        best = _found_best(spec, model, rows, device) if measured is None else measured
+        settings = resolve(spec.engine.vllm_args(), rows.demand(), place, model.context_length, best)
         reason = str(e) if isinstance(e, SpecError) else f"{type(e).__name__}: {e}"
         return Fit(settings, note=f"nothing is known of this model's KV cache ({reason}); vLLM decides by itself")
 
 
-def fit(spec: JobSpec, model: Model, rows: Rows, device: Device) -> Fit:
+def fit(spec: JobSpec, model: Model, rows: Rows, device: Device, measured: Measured | None = None) -> Fit:
     """As `fit_engine`, for rows in numbers, on any device.
 
-    Raises SpecError for what vLLM would refuse, and for a model that is not known.
+    `measured`: what is known to be best; without it, what `bulkgen tune` has kept for such rows. Raises SpecError for
+    what vLLM would refuse, and for a model that is not known.
     """
     engine = spec.engine
-    choices = Choices(args=engine.vllm_args(), env=engine_environment(spec), replicas=engine.replicas)
+    choices = Choices(
+        args=engine.vllm_args(),
+        env=engine_environment(spec),
+        replicas=engine.replicas,
+        measured=_found_best(spec, model, rows, device) if measured is None else measured,
+    )
 
     def served(profile: Profile | None) -> tuple[Serving, dict[str, Any]]:
         serving = serve(
@@ -124,6 +146,30 @@ def fit(spec: JobSpec, model: Model, rows: Rows, device: Device) -> Fit:
     if (profile := load_profile(key)) is not None:
         serving, key = served(profile)
     return Fit(serving.settings, serving, key)
+
+
+def _found_best(spec: JobSpec, model: Model, rows: Rows, device: Device | None) -> Measured:
+    """What `bulkgen tune` has kept for rows like these."""
+    tuned = nearest(load_tuned(tuned_key(spec, model, device)), WorkShape.of(rows))
+    return Measured() if tuned is None else tuned.measured()
+
+
+def tuned_key(spec: JobSpec, model: Model, device: Device | None = None) -> dict[str, Any]:
+    """What the best settings depend on besides the shape of the data set; `device` is for vLLM alone.
+
+    The user's own settings are in it, since what is best for the others depends on them.
+    """
+    own = json.dumps([spec.engine.vllm_args(), engine_environment(spec)], sort_keys=True)
+    on_cpu = device is not None and device.kind == "cpu"
+    return {
+        "what": "best settings",
+        "model": model.fingerprint,
+        "device": device.name if device is not None and spec.engine.kind == "vllm" else spec.engine.kind,
+        "processor": processor_name() if on_cpu and spec.engine.kind == "vllm" else "",
+        "vllm": vllm_version(),
+        "replicas": spec.engine.replicas,
+        "own settings": blake2b(own.encode(errors="surrogatepass"), digest_size=8).hexdigest(),
+    }
 
 
 def engine_environment(spec: JobSpec) -> dict[str, str]:

@@ -187,6 +187,23 @@ def answers_shaped_by(spec: JobSpec, model: Model) -> str:
     return json.dumps([model.fingerprint, spec.engine.answer_settings()], sort_keys=True)
 
 
+def copy_rows(spec: JobSpec, model: Model, plan: Plan, ordinals: Collection[int], run: RunDir) -> Plan:
+    """Some rows of a plan as a plan of their own, cut and put in order as a run does it with all of them."""
+    chosen = frozenset(ordinals)
+    rows = sorted((row for shard in plan.shards for row in plan.read(shard, chosen)), key=lambda row: row.ordinal)
+    prompts = [
+        Prompt(ordinal, row.key, row.tokens.tolist(), row.max_tokens, row.overrides, row.warnings)
+        for ordinal, row in enumerate(rows)
+    ]
+    writer = PlanWriter(run.plan, bucket_edges(spec.shards.edges(), context_length(spec, model)))
+    try:
+        writer.add(prompts, [(0, 0)] * len(prompts))
+        return writer.finish({}, spec.shards.rows(), spec.engine.replicas, partial(_shard_order, spec))
+    except BaseException:
+        writer.discard()
+        raise
+
+
 def _shard_order(spec: JobSpec, prompt_tokens: Tokens, budgets: Tokens, largest: Tokens) -> Tokens:
     sequences = spec.engine.replicas * (spec.engine.max_num_seqs or _SEQUENCES)
     return shard_order(prompt_tokens, PRIOR_SHARE * budgets, PRIOR_SHARE * largest, sequences=sequences)

@@ -1,4 +1,5 @@
-"""How long engine steps took here before: learned from each run, by model, device and engine, kept for later plans.
+"""What was measured here before: how long engine steps take, learned from each run by model, device and engine, and
+which engine settings `bulkgen tune` found best for a data set's shape. Kept for later plans and runs.
 
 One small file a combination, and one for the processor's speed, in the state folder: `BULKGEN_HOME`, else
 `$XDG_STATE_HOME/bulkgen`, else `~/.local/state/bulkgen`. Nothing depends on it: without a place to keep it, plans know
@@ -9,20 +10,34 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bulkgen.errors import OutputError
 from bulkgen.report import StepWindow
 from bulkgen.rundir import whole_file
-from bulkgen.sizing import CpuSpeed, Step, StepModel, StepSample, calibrate, measure_cpu, processor_name, usable_cores
+from bulkgen.sizing import (
+    CpuSpeed,
+    Measured,
+    Rows,
+    Step,
+    StepModel,
+    StepSample,
+    calibrate,
+    measure_cpu,
+    processor_name,
+    usable_cores,
+)
 
 # Fewer windows of about a second tell too little of four numbers.
 _LEAST_WINDOWS = 20
 _LARGEST_ERROR = 0.5
 _FORMAT = 1
+# Data sets are alike whose figures differ by no more than this factor: tomorrow's rows are like today's.
+_ALIKE = 2.0
 
 _Found = TypeVar("_Found")
 
@@ -35,6 +50,90 @@ class Profile:
     windows: int
     error: float
     measured_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkShape:
+    """What the best settings of an engine depend on in a data set: tokens of a row, on average, and how many there are.
+
+    `prefill_tokens` are those of the prompt that no prefix cache holds, `output_tokens` what an answer may have.
+    """
+
+    prompt_tokens: float
+    prefill_tokens: float
+    output_tokens: float
+    sequences: int
+
+    @classmethod
+    def of(cls, rows: Rows) -> "WorkShape":
+        """The shape of the rows of a plan, with the prefix cache of the smallest blocks."""
+        number, tokens = max(1, len(rows.prompt)), int(rows.prompt.sum())
+        return cls(
+            prompt_tokens=tokens / number,
+            prefill_tokens=(tokens - max(rows.shared.values(), default=0)) / number,
+            output_tokens=int(rows.budget.sum()) / number,
+            sequences=rows.answers,
+        )
+
+    def factors(self, other: "WorkShape") -> list[float]:
+        """By which factor the figures of two shapes differ, each; 1: not at all. Less than one token counts as one."""
+        pairs = [(max(1.0, a), max(1.0, b)) for a, b in zip(astuple(self), astuple(other), strict=True)]
+        return [max(a, b) / min(a, b) for a, b in pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What `bulkgen tune` found for a shape. `values`: what to set; none where the resolved settings were the best.
+
+    `instead_of`: what these would be otherwise. `confirmed`: values that stay as they were, whatever runs teach later.
+    `tried`: settings of which other values were measured, and were not faster. `gain`: how much faster it is than the
+    resolved settings, as a share of these (0.1: 10 %); `margin`: what a gain has to be more than, so that it is not
+    noise. `rows`: in the largest sample.
+    """
+
+    shape: WorkShape
+    values: Mapping[str, Any]
+    instead_of: Mapping[str, Any]
+    confirmed: Mapping[str, Any]
+    tried: Sequence[str]
+    gain: float
+    margin: float
+    rows: int
+    measured_at: float
+
+    def measured(self) -> Measured:
+        """As settings are resolved with it."""
+        tune = f"bulkgen tune on {time.strftime('%Y-%m-%d', time.localtime(self.measured_at))}"
+        before = ", ".join(f"{name} {value}" for name, value in self.instead_of.items())
+        faster, none = f"{tune}: {self.gain:.0%} faster than {before}", f"{tune}: nothing else was faster"
+        return Measured(
+            choices={name: (value, faster) for name, value in self.values.items()}
+            | {name: (value, none) for name, value in self.confirmed.items()},
+            notes=dict.fromkeys(self.tried, none),
+        )
+
+
+def load_tuned(key: Mapping[str, Any]) -> list[Tuned]:
+    """What was found under just this key, for different shapes."""
+    return _find(key, _tuned) or []
+
+
+def _tuned(found: Mapping[str, Any]) -> list[Tuned]:
+    if found["format"] != _FORMAT:
+        return []
+    return [Tuned(**{**entry, "shape": WorkShape(**entry["shape"])}) for entry in found["tuned"]]
+
+
+def nearest(found: Sequence[Tuned], shape: WorkShape) -> Tuned | None:
+    """Of what was found, what is for the shape that is most like this one; None where none is like it."""
+    alike = [tuned for tuned in found if max(tuned.shape.factors(shape)) <= _ALIKE]
+    return min(alike, key=lambda tuned: prod(tuned.shape.factors(shape)), default=None)
+
+
+def keep_tuned(key: Mapping[str, Any], tuned: Tuned) -> bool:
+    """Keep what was found, in place of what was for shapes like this one. False where there is no place to keep it."""
+    others = [known for known in load_tuned(key) if max(known.shape.factors(tuned.shape)) > _ALIKE]
+    return _keep(key, {"format": _FORMAT, "tuned": [asdict(found) for found in (*others, tuned)]})
 
 
 def state_folder() -> Path | None:

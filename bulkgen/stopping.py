@@ -40,20 +40,20 @@ class Deadline:
         if until is not None and lasting is not None:
             raise SpecError("--until and --for both say when to stop; give one of them")
         if lasting is not None:
-            return cls(time.monotonic() + _seconds(lasting), f"--for {lasting}")
+            return cls(time.monotonic() + duration_s("--for", lasting), f"--for {lasting}")
         if until is not None:
             return cls(time.monotonic() + _seconds_until(until, now or datetime.now()), f"--until {until}")
         return None
 
 
-def _seconds(text: str) -> float:
-    """A duration such as 90m or 1h30m."""
+def duration_s(option: str, text: str) -> float:
+    """What an option says of a duration, such as 90m or 1h30m, in seconds. Raises SpecError."""
     plain = text.strip().lower().replace(" ", "")
     if not _DURATION.fullmatch(plain):
-        raise SpecError(f"--for {text}: must be a duration such as 90m, 1h30m or 2d, of s, m, h and d")
+        raise SpecError(f"{option} {text}: must be a duration such as 90m, 1h30m or 2d, of s, m, h and d")
     seconds = sum(float(n) * _UNITS_S[unit] for n, unit in re.findall(r"([\d.]+)([smhd])", plain))
     if not 0 < seconds < 100 * 365 * 86400:
-        raise SpecError(f"--for {text}: must be more than nothing and less than a lifetime; leave it out for no limit")
+        raise SpecError(f"{option} {text}: must be more than nothing and less than a lifetime")
     return seconds
 
 
@@ -84,7 +84,7 @@ def _seconds_until_clock(hour: int, minute: int, second: int, now: datetime) -> 
 class StopFlag:
     """While used as a context, SIGINT, SIGTERM, SIGHUP and a deadline ask for a stop instead of ending the process.
 
-    `say` tells the user that it was asked for, `news` how far things are.
+    `say` tells the user that it was asked for, and what it `keeps`; `news` how far things are.
     """
 
     def __init__(
@@ -92,9 +92,11 @@ class StopFlag:
         say: Callable[[str], None],
         deadline: Deadline | None = None,
         news: Callable[[], None] = lambda: None,
+        keeps: str = ", finished rows are being committed",
     ) -> None:
         self._say = say
         self._news = news
+        self._keeps = keeps
         self._deadline = deadline
         self._why = ""
         self._at_once = False
@@ -125,7 +127,7 @@ class StopFlag:
             os._exit(Stopped.exit_code)
         name = signal.Signals(number).name
         again = "; once more to end at once" if number == signal.SIGINT else ""
-        self._stop(f"stopped by {name}", f"{name}: stopping, finished rows are being committed{again}")
+        self._stop(f"stopped by {name}", f"{name}: stopping{self._keeps}{again}")
 
     @staticmethod
     def _set_timer(deadline: Deadline) -> None:
@@ -137,7 +139,7 @@ class StopFlag:
             self._set_timer(self._deadline)
             return
         over = f"the time of {self._deadline.option} is over"
-        self._stop(f"stopped, since {over}", f"{over}: stopping, finished rows are being committed")
+        self._stop(f"stopped, since {over}", f"{over}: stopping{self._keeps}")
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self._news()

@@ -13,7 +13,7 @@ from bulkgen.spec import load_spec
 from tests.harness import bulkgen
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ["run", "plan", "render", "status", "report", "failures", "schema", "demo-model"]
+COMMANDS = ["run", "plan", "tune", "render", "status", "report", "failures", "schema", "demo-model"]
 
 IMPORTS = """
 import atexit, json, sys

@@ -237,7 +237,11 @@ def plan(
     from bulkgen.stopping import StopFlag
 
     names = [name for name in (devices or "").split(",") if name.strip()]
-    with Progress(quiet=as_json) as progress, StopFlag(progress.say, None, progress.now) as stop, stop.at_once():
+    with (
+        Progress(quiet=as_json) as progress,
+        StopFlag(progress.say, None, progress.now, keeps="") as stop,
+        stop.at_once(),
+    ):
         progress.stage("planning")
         outlook = look_ahead(
             load_spec(job, overrides or []),
@@ -251,6 +255,39 @@ def plan(
         _print_json(outlook_json(outlook))
     else:
         print_sheets(outlook_tables(outlook), _console())
+
+
+@app.command()
+def tune(
+    job: Job,
+    overrides: Set = None,
+    budget: Annotated[str, typer.Option(metavar="DURATION", help="How long all of it may take: 90s, 10m, 1h.")] = "10m",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SETTING",
+            help="Measure a setting that changes answers too, kv_cache_dtype or quantization: it is reported, and "
+            "never kept.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a few engine settings on a sample of the rows and keep the best for later runs."""
+    from bulkgen.report import Progress, print_sheets
+    from bulkgen.stopping import StopFlag, duration_s
+
+    budget_s = duration_s("--budget", budget)
+    with Progress(quiet=as_json) as progress, StopFlag(progress.say, None, progress.now, keeps="") as stop:
+        with stop.at_once():
+            from bulkgen.spec import load_spec
+            from bulkgen.tune import tune_job, tuning_json, tuning_tables
+
+            spec = load_spec(job, overrides or [])
+        tuning = tune_job(spec, budget_s, allow or [], progress, stop)
+    if as_json:
+        _print_json(tuning_json(tuning))
+    else:
+        print_sheets(tuning_tables(tuning), _console())
 
 
 @app.command()

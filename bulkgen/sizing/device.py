@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,6 +300,12 @@ def host_memory(meminfo: str, cgroup_limit: int | None = None) -> int:
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_cores(cores: Collection[int]) -> int:
+    """How many cores these are where several share one (SMT), by their numbers; as many as they are where unknown."""
+    sysfs = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return len({_text(sysfs.format(core)).strip() or core for core in cores})
 
 
 # Two arrays of at least this size, and of this size a core, are larger than most processors' caches; together with

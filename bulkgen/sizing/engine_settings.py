@@ -71,29 +71,75 @@ class Place:
     bfloat16: bool = True
 
 
-def resolve(given: Mapping[str, Any], demand: Demand, place: Place, model_length: int | None) -> tuple[Setting, ...]:
+_Choice = tuple[Source, Any, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What measuring has found: by the settings' names, those of variables too, the best value and in words how.
+
+    `notes`: what to say of settings for which it has found nothing better.
+    """
+
+    choices: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The best values alone."""
+        return {name: value for name, (value, _) in self.choices.items()}
+
+    def over(self, name: str, choice: _Choice) -> _Choice:
+        """What becomes of a choice that was made without measuring."""
+        if name in self.choices:
+            return "measured", *self.choices[name]
+        source, value, reason = choice
+        return source, value, f"{reason}; {self.notes[name]}" if name in self.notes else reason
+
+    def settings(self) -> tuple[Setting, ...]:
+        """The best values as settings. A name in capitals is a variable's."""
+        return tuple(
+            Setting(name=name, value=value, source="measured", reason=reason, where="env" if name.isupper() else "args")
+            for name, (value, reason) in self.choices.items()
+        )
+
+
+def resolve(
+    given: Mapping[str, Any],
+    demand: Demand,
+    place: Place,
+    model_length: int | None,
+    measured: Measured | None = None,
+) -> tuple[Setting, ...]:
     """The settings that matter for a job, in the order in which they are shown.
 
     `given`: what the user set, under vLLM's names. `model_length`: the model's own context, None where unknown.
     """
     on_cpu = place.device.kind == "cpu"
+    found = measured or Measured()
+    known = {**found.values, **given}
+
+    def settled(name: str, choice: _Choice, costs: str = "") -> Setting:
+        return _settled(name, given, found.over(name, choice), costs)
+
     longest = _max_model_len(demand, model_length)
     settings = [
-        length := _settled("max_model_len", given, longest, _longer_than_needed(given.get("max_model_len"), demand)),
-        seqs := _settled("max_num_seqs", given, _max_num_seqs(given, demand, place), ""),
-        _settled("max_num_batched_tokens", given, _max_num_batched_tokens(given, place, length.value, seqs.value), ""),
-        _settled("block_size", given, _block_size(demand, place), _lost_prefixes(given.get("block_size"), demand)),
-        _settled("enable_prefix_caching", given, _prefix_caching(demand, place), _no_cache(given, demand)),
-        _settled("enforce_eager", given, _enforce_eager(demand, place), ""),
+        length := settled("max_model_len", longest, _longer_than_needed(given.get("max_model_len"), demand)),
+        seqs := settled("max_num_seqs", _max_num_seqs(known, demand, place)),
+        settled("max_num_batched_tokens", _max_num_batched_tokens(given, place, length.value, seqs.value)),
+        settled("block_size", _block_size(demand, place), _lost_prefixes(given.get("block_size"), demand)),
+        settled("enable_prefix_caching", _prefix_caching(demand, place), _no_cache(given, demand)),
+        settled("enforce_eager", _enforce_eager(demand, place)),
     ]
     if on_cpu:
-        settings.append(_settled("dtype", given, _cpu_dtype(place), _slow_dtype(given.get("dtype"), place)))
+        settings.append(settled("dtype", _cpu_dtype(place), _slow_dtype(given.get("dtype"), place)))
     else:
         share = "vLLM's default; the rest is left to CUDA and whatever else uses the device"
-        settings.append(_settled("gpu_memory_utilization", given, ("default", 0.92, share), ""))
+        settings.append(settled("gpu_memory_utilization", ("default", 0.92, share)))
     kept = "as the model computes; other formats change answers and are never chosen unasked"
-    settings.append(_settled("kv_cache_dtype", given, ("default", "auto", kept), ""))
-    return tuple(settings)
+    settings.append(settled("kv_cache_dtype", ("default", "auto", kept)))
+    named = {setting.name for setting in settings}
+    return (*settings, *(s for s in found.settings() if s.name not in named and s.name not in given))
 
 
 def chosen_args(settings: Sequence[Setting]) -> dict[str, Any]:
@@ -104,9 +150,6 @@ def chosen_args(settings: Sequence[Setting]) -> dict[str, Any]:
 def chosen_env(settings: Sequence[Setting]) -> dict[str, str]:
     """The same for the environment of its process."""
     return {s.name: str(s.value) for s in settings if s.source != "default" and s.where == "env"}
-
-
-_Choice = tuple[Source, Any, str]
 
 
 def _settled(name: str, given: Mapping[str, Any], choice: _Choice, costs: str) -> Setting:

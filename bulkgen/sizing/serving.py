@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from bulkgen.sizing.architecture import Architecture
 from bulkgen.sizing.device import GIB, Device, has_amx
-from bulkgen.sizing.engine_settings import Demand, Place, Setting, resolve
+from bulkgen.sizing.engine_settings import Demand, Measured, Place, Setting, resolve
 from bulkgen.sizing.kv_cache import KvCache, KvCapacity, KvSettings
 from bulkgen.sizing.kv_groups import KERNEL_BLOCK
 from bulkgen.sizing.memory import EngineMemory, MemoryBudget, ModelMemory, cpu_budget, gpu_budget
@@ -128,11 +128,15 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the user set: vLLM's arguments and the engine's environment, and how many replicas there are."""
+    """What the user set: vLLM's arguments and the engine's environment, and how many replicas there are.
+
+    `measured`: what is known to be best for the rest of the settings, by measuring.
+    """
 
     args: Mapping[str, Any]
     env: Mapping[str, str]
     replicas: int = 1
+    measured: Measured | None = None
 
 
 def serve(
@@ -157,7 +161,7 @@ def serve(
     demand = replace(mine.demand(), longest=rows.demand().longest)
     plain = all(group.cache.kind == "full" for group in architecture.groups)
     place = Place(device=device, bfloat16=bfloat16, small_blocks=plain)
-    values = {**given, **_values(resolve(given, demand, place, length))}
+    values = {**given, **_values(resolve(given, demand, place, length, choices.measured))}
     if not values["enable_prefix_caching"]:
         mine = replace(mine, shared={}, resident={})
     cache = _cache(architecture, device, values)
@@ -166,7 +170,7 @@ def serve(
     # Settings go by the budgets, whatever is expected of the answers: a run knows no better either.
     wholly = _concurrency(replace(mine, output=mine.budget), cache, capacity)
     place = replace(place, kv_tokens=capacity.tokens, concurrency=wholly)
-    values = {**given, **_values(resolve(given, demand, place, length))}
+    values = {**given, **_values(resolve(given, demand, place, length, choices.measured))}
     memory = _memory(architecture, device, values, space)
     capacity = cache.capacity(memory.kv_cache.expected)
     concurrency = _concurrency(mine, cache, capacity)
@@ -185,7 +189,7 @@ def serve(
         seconds = _by_rates(work, job, steps, part, dtype, gpus, slow)
     # What the device's rates alone tell of the time is not worth a decision.
     demand = replace(demand, expected_s=None if step_model is None else seconds.expected)
-    settings = resolve(given, demand, place, length)
+    settings = resolve(given, demand, place, length, choices.measured)
     return Serving(
         device=device,
         replicas=choices.replicas,

@@ -1,0 +1,194 @@
+"""Measuring settings: an engine with them, on a sample of the data set, by the same code as in a run.
+
+Each sample is a run folder of its own inside a temporary one: a plan of the chosen rows, which every candidate has
+wholly to do, one start after the other. Nothing is written where the job's output is.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bulkgen.engine.launcher import LocalLauncher
+from bulkgen.engine_setup import Fit, fit_rows, machine_shares, replica_setups
+from bulkgen.errors import EngineError
+from bulkgen.generation import Generation
+from bulkgen.limits import FailureLimit
+from bulkgen.plan import PENDING, Plan
+from bulkgen.preparation import context_length, copy_rows
+from bulkgen.prompt import Model
+from bulkgen.replica import Work
+from bulkgen.report import Progress
+from bulkgen.rundir import Manifest, RunDir
+from bulkgen.seat import Limits, ReplicaSetup
+from bulkgen.sizing import Device, Measured, Rows
+from bulkgen.spec import JobSpec
+from bulkgen.tune.candidates import Candidate
+from bulkgen.tune.halving import Trial
+from bulkgen.tune.sample import stratified
+
+_SEED = 0
+_SETTINGS_KEY = "tune"
+
+
+class Trials:
+    """Engines one after the other, each on a sample of a plan.
+
+    `check` is called several times a second while an engine runs; what it raises ends the engine at once.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        model: Model,
+        plan: Plan,
+        rows: Rows,
+        device: Device,
+        folder: Path,
+        progress: Progress,
+        check: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._plan = plan
+        self._rows = rows
+        self.device = device
+        self._folder = folder
+        self._progress = progress
+        self._check = check
+        self.shares = machine_shares(spec)
+        self._sampled = _in_sampling_order(plan)
+        self._samples: dict[int, tuple[RunDir, Plan]] = {}
+        self._number = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a sample can have."""
+        return len(self._sampled)
+
+    def fit(self, candidate: Candidate) -> Fit:
+        """All settings with those of a candidate in place, as a later run would have them."""
+        measured = Measured(choices={name: (value, "tried") for name, value in candidate.changes})
+        return fit_rows(self._spec, self._model, self._rows, self.device, measured)
+
+    def measure(self, candidate: Candidate, rows: int) -> Trial:
+        """Generate a sample with a candidate's settings. What cannot be done is a trial with a fault."""
+        self._check()
+        began = time.monotonic()
+        self._number += 1
+        self._progress.stage(f"trial {self._number}: {candidate.name}, {rows:,} rows")
+        fit = self.fit(candidate)
+        if fit.serving is not None and fit.serving.fault and self._spec.engine.kind == "vllm":
+            return Trial(candidate=candidate, rows=rows, fault=fit.serving.fault)
+        setups = replica_setups(
+            self._spec, self.shares, fit.settings, self._model, context_length(self._spec, self._model)
+        )
+        run, plan = self._sample(rows)
+        plan.forget_commits()
+        manifest = Manifest(run.manifest)
+        try:
+            self._generate(run, plan, manifest, setups)
+        except EngineError as e:
+            # The log that it points to is gone when somebody reads this.
+            return Trial(candidate=candidate, rows=rows, fault=str(e).partition("; see ")[0])
+        finally:
+            manifest.close()
+            for part in run.parts.iterdir():
+                part.unlink()
+        return self._trial(candidate, rows, manifest, time.monotonic() - began)
+
+    def _sample(self, rows: int) -> tuple[RunDir, Plan]:
+        if rows not in self._samples:
+            run = RunDir(self._folder / f"sample-{rows}")
+            run.create()
+            self._samples[rows] = (
+                run,
+                copy_rows(self._spec, self._model, self._plan, self._sampled[:rows].tolist(), run),
+            )
+        return self._samples[rows]
+
+    def _generate(self, run: RunDir, plan: Plan, manifest: Manifest, setups: list[ReplicaSetup]) -> None:
+        engine = self._spec.engine
+
+        def stopped() -> bool:
+            self._check()
+            return False
+
+        Generation(
+            run=run,
+            manifest=manifest,
+            plan=plan,
+            start=self._number,
+            launcher=LocalLauncher("bulkgen.replica"),
+            setups=setups,
+            work=lambda replica, incarnation, setup: self._work(run, replica, incarnation, setup),
+            settings_key=_SETTINGS_KEY,
+            # An engine that dies of its settings is a finding, and one that is started again no measurement.
+            limits=Limits(
+                max_restarts=0,
+                start_timeout_s=engine.start_timeout_s,
+                stall_s=engine.stall_s,
+                failures=FailureLimit(share=1.0),
+            ),
+            show=lambda stage, state: self._progress.update(state),
+            say=self._progress.say,
+            stopped=stopped,
+        ).run()
+
+    def _work(self, run: RunDir, replica: int, incarnation: int, setup: ReplicaSetup) -> Work:
+        engine, output = self._spec.engine, self._spec.output
+        return Work(
+            plan=str(run.plan),
+            parts=str(run.parts),
+            start=self._number,
+            replica=replica,
+            incarnation=incarnation,
+            settings=setup.settings.to_json() | {"incarnation": incarnation},
+            cores=setup.cores,
+            sampling=self._spec.sampling.constants(),
+            settings_key=_SETTINGS_KEY,
+            max_attempts=engine.max_attempts,
+            row_timeout_s=engine.row_timeout_s,
+            commit_rows=output.commit_rows,
+            commit_s=output.commit_s,
+        )
+
+    def _trial(self, candidate: Candidate, rows: int, manifest: Manifest, took_s: float) -> Trial:
+        """What the manifest has of the last start, as `bulkgen report` would count it."""
+        parts = [part for part in manifest.of("part") if part["start"] == self._number]
+        ready = [record["start_s"] for record in manifest.of("ready") if record["start"] == self._number]
+        began = [part["first_offered_at"] for part in parts if part["first_offered_at"] is not None]
+        ended = [part["last_completed_at"] for part in parts if part["last_completed_at"] is not None]
+        if not began or not ended:
+            return Trial(candidate=candidate, rows=rows, fault="no row of the sample was finished")
+        trial = Trial(
+            candidate=candidate,
+            rows=rows,
+            took_s=took_s,
+            start_s=max(ready, default=0.0),
+            generate_s=max(ended) - min(began),
+            tokens=sum(part["prompt_tokens"] + part["output_tokens"] for part in parts),
+            failed=sum(part["failed"] for part in parts),
+        )
+        self._progress.say(
+            f"{candidate.name}: {rows:,} rows in {trial.generate_s:.1f} s, {trial.rate:,.0f} tokens/s "
+            f"(engine start {trial.start_s:.1f} s)"
+        )
+        return trial
+
+
+def _in_sampling_order(plan: Plan) -> npt.NDArray[np.int64]:
+    """Ordinals of the rows that a run would send: the first of them, however many, are a stratified sample."""
+    batches = [
+        np.stack([batch.column("ordinal").to_numpy(), np.diff(batch.column("tokens").offsets.to_numpy())], axis=1)
+        for batch in plan.batches()
+    ]
+    budgets = [batch.column("max_tokens").to_numpy() for batch in plan.batches()]
+    rows = np.concatenate([np.empty((0, 2), np.int64), *batches])
+    budget = np.concatenate([np.empty(0, np.int64), *budgets])
+    order = stratified(rows[:, 1], budget, _SEED)
+    ordinals = rows[order, 0]
+    found: npt.NDArray[np.int64] = ordinals[plan.state[ordinals] == PENDING]
+    return found
