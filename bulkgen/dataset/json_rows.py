@@ -10,6 +10,7 @@ from bulkgen.records import BadRow
 MAX_DEPTH = 500  # of lists and objects in each other; what Python takes depends on where it is called from
 
 _MARKS = re.compile(rb"(?:\xef\xbb\xbf)+")
+_MARKS_BEGIN = b"\xef"
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89aAbB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89aAbB]..)\\u[dD][c-fC-F]")
 
 
@@ -25,14 +26,14 @@ class LineParser:
     """
 
     def __init__(self) -> None:
-        self._decode = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).decode
+        self._decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
     def __call__(self, line: bytes) -> dict[str, Any] | BadRow | None:
         raw = text = line.removesuffix(b"\r")
-        if marks := _MARKS.match(text):
+        if text[:1] == _MARKS_BEGIN and (marks := _MARKS.match(text)):
             text = text[marks.end() :]
         try:
-            value = self._decode(text.decode())
+            value = self._value(text.decode())
             if _may_hold_half_a_pair(text):
                 json.dumps(value, ensure_ascii=False).encode()  # fails if so
             if _may_be_deep(text) and _is_deep(value):
@@ -45,10 +46,18 @@ class LineParser:
             return value
         return BadRow("not_an_object", f"the line holds {_kind(value)}, a row must be an object", raw)
 
+    def _value(self, text: str) -> Any:
+        """What `decode` gives, which looks for blanks before and after the value; hardly a line has any."""
+        if text[:1] == "{":
+            value, end = self._decoder.raw_decode(text)
+            if end == len(text):
+                return value
+        return self._decoder.decode(text)
+
 
 def _may_hold_half_a_pair(line: bytes) -> bool:
     """Whether a string on the line may hold an escaped surrogate without its other half; quick when none can."""
-    if b"\\ud" not in line and b"\\uD" not in line:
+    if b"\\u" not in line or (b"\\ud" not in line and b"\\uD" not in line):
         return False
     return b"\\\\" in line or _HALF_A_PAIR.search(line) is not None  # an escaped backslash would mislead the search
 

@@ -16,7 +16,6 @@ from bulkgen.errors import OutputError
 from bulkgen.plan.buckets import cut_shards, shard_rows
 from bulkgen.plan.keys import KEY_TYPE, make_unique
 from bulkgen.plan.planned import (
-    CONTENT_TYPE,
     OFFER_TYPE,
     PENDING,
     PLAN_SCHEMA,
@@ -129,18 +128,18 @@ class PlanWriter:
         """
         try:
             self._keys.write(b"".join(row.key for row in rows))
-            self._contents.write(np.array(contents, CONTENT_TYPE).tobytes())
-            for row in rows:
-                if isinstance(row, Prompt):
-                    self._bucket(len(row.tokens)).add(row)
-                else:
-                    self._refused.append(row.ordinal)
+            # As a table of numbers, which CONTENT_TYPE is too: records are slow to make one by one.
+            self._contents.write(np.array(contents, np.uint64).tobytes())
+            prompts = [row for row in rows if isinstance(row, Prompt)]
+            buckets = np.searchsorted(self._edges, [len(prompt.tokens) for prompt in prompts])
+            for number, prompt in zip(buckets.tolist(), prompts, strict=True):
+                self._bucket(number).add(prompt)
+            self._refused += [row.ordinal for row in rows if isinstance(row, RefusedRow)]
         except OSError as e:
             raise OutputError(f"{self._final}: cannot write the plan ({e.strerror or e})") from e
         self._rows += len(rows)
 
-    def _bucket(self, prompt_tokens: int) -> _Bucket:
-        number = int(np.searchsorted(self._edges, prompt_tokens))
+    def _bucket(self, number: int) -> _Bucket:
         bucket = self._buckets.get(number)
         if bucket is None:
             stem = self.folder / _stem(number)

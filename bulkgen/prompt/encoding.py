@@ -17,7 +17,7 @@ _LONG, _LONG_TOKEN = 1 << 20, 16
 _Tokens = tuple[Sequence[int], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Composed
 class Encoded:
     """A prompt's token ids, and codes of warnings. Where it is not `whole` these are more than the context holds."""
 
@@ -91,16 +91,14 @@ class Encoder:
 
     def _tokens(self, encode: Encode, texts: Sequence[tuple[str, bool]]) -> list[_Tokens]:
         """Tokens of texts, plain (True) or written by a chat template."""
-        tokens: dict[int, _Tokens] = {}
-        for plain in (False, True):
-            these = [i for i, text in enumerate(texts) if text[1] is plain]
-            if these:
-                ids = encode([texts[i][0] for i in these], plain)
-                tokens.update(zip(these, map(self._one_bos, ids), strict=True))
-        return [tokens[i] for i in range(len(texts))]
+        by_kind = {kind: encode([t for t, plain in texts if plain is kind], kind) for kind in {p for _, p in texts}}
+        ids = {kind: iter(encoded) for kind, encoded in by_kind.items()}
+        return [self._one_bos(next(ids[plain])) for _, plain in texts]
 
     def _one_bos(self, tokens: Sequence[int]) -> _Tokens:
         """The tokens, with one BOS where several stood at the start, and whether that was so."""
+        if self._bos is None:
+            return tokens, False
         extra = 0
         while len(tokens) > extra + 1 and tokens[extra] == tokens[extra + 1] == self._bos:
             extra += 1

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -11,15 +12,21 @@ import numpy as np
 from bulkgen.records import IDENTITY_BYTES, ROW_KEY_BYTES
 
 
-def canonical(value: Any) -> str:
-    """One JSON text for one value; what JSON does not know (dates, decimals, bytes) is written as tagged text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_tagged)
-
-
 def _tagged(value: Any) -> Any:
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode()}
     return {type(value).__name__: str(value)}
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_tagged)
+_TOKENS = np.dtype("<i4")
+_length = struct.Struct(">Q").pack
+
+
+def canonical(value: Any) -> str:
+    """One JSON text for one value; what JSON does not know (dates, decimals, bytes) is written as tagged text."""
+    # Most ids are integers; the encoder would first make a serializer for each.
+    return int.__repr__(value) if type(value) is int else _ENCODER.encode(value)
 
 
 class KeyMaker:
@@ -32,23 +39,19 @@ class KeyMaker:
 
     def __init__(self, model: str, constants: Mapping[str, Any]) -> None:
         self._begun = blake2b(digest_size=ROW_KEY_BYTES - IDENTITY_BYTES)
-        for part in (model, canonical(dict(constants))):
-            _add(self._begun, part.encode(errors="surrogatepass"))
+        self._begun.update(_framed(_bytes(model), _bytes(canonical(dict(constants)))))
 
     def key(self, identity: bytes, overrides: str, max_tokens: int, tokens: Sequence[int]) -> bytes:
         """The key of a row that would be sent."""
         digest = self._begun.copy()
-        _add(digest, identity)
-        _add(digest, f"{overrides}{max_tokens}".encode(errors="surrogatepass"))
-        _add(digest, np.asarray(tokens, "<i4").tobytes())
-        return _hash(identity) + bytes(digest.digest())
+        digest.update(_framed(identity, _bytes(f"{overrides}{max_tokens}"), np.asarray(tokens, _TOKENS).tobytes()))
+        return _hash(identity) + digest.digest()
 
     def refused(self, identity: bytes, code: str, content: bytes) -> bytes:
         """The key of a row that cannot be sent."""
         digest = self._begun.copy()
-        for part in (identity, b"refused", code.encode(), content):
-            _add(digest, part)
-        return _hash(identity) + bytes(digest.digest())
+        digest.update(_framed(identity, b"refused", code.encode(), content))
+        return _hash(identity) + digest.digest()
 
 
 class ContentHash:
@@ -59,12 +62,15 @@ class ContentHash:
 
     def __init__(self, columns: Collection[str] | None) -> None:
         self.columns = None if columns is None else tuple(sorted(columns))
+        self._named = [(name, f"{canonical(name)}:") for name in self.columns or ()]
 
     def of(self, row: Mapping[str, Any]) -> int:
-        """64 bits of a row's values."""
-        own = row if self.columns is None else {name: row[name] for name in self.columns if name in row}
-        text = canonical(own).encode(errors="surrogatepass")
-        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+        """64 bits of a row's values: of the canonical JSON of its columns."""
+        if self.columns is None:
+            text = canonical(row)
+        else:
+            text = f"{{{','.join([key + canonical(row[name]) for name, key in self._named if name in row])}}}"
+        return int.from_bytes(blake2b(_bytes(text), digest_size=8).digest(), "little")
 
 
 def _hash(identity: bytes) -> bytes:
@@ -74,10 +80,17 @@ def _hash(identity: bytes) -> bytes:
 def identity(row_id: Any, file: str, position: int) -> bytes:
     """A row's identity: its id if it has one, else its place."""
     if row_id is not None:
-        return b"id:" + canonical(row_id).encode(errors="surrogatepass")
-    return b"at:" + f"{position}:{file}".encode(errors="surrogatepass")
+        return b"id:" + _bytes(canonical(row_id))
+    return b"at:" + _bytes(f"{position}:{file}")
 
 
-def _add(digest: Any, part: bytes) -> None:
-    digest.update(len(part).to_bytes(8, "big"))
-    digest.update(part)
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _framed(*parts: bytes) -> bytes:
+    """The parts, each preceded by its length, so that no others give the same bytes."""
+    framed: list[bytes] = []
+    for part in parts:
+        framed += (_length(len(part)), part)
+    return b"".join(framed)

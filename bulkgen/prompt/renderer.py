@@ -75,6 +75,7 @@ class Renderer:
         self._constants = constants
         self._max_tokens: int = constants[MAX_TOKENS]
         self._min_tokens: int = constants.get(MIN_TOKENS, 0)
+        self._usual_sampling = _Sampling(self._max_tokens, self._min_tokens, "{}")
         self._keys = KeyMaker(model.fingerprint, constants)
         self._tokenizer = model.tokenizer()
         self._composing = _open_composing(model, source, self._tokenizer, limits or Limits(), check_stop)
@@ -138,19 +139,19 @@ class Renderer:
             return self._refused(batch, i, result)
         if isinstance(result, _Overlong):
             return self._refused(batch, i, self._too_long(result), result.tokens if result.whole else None)
-        tokens = result.tokens
+        tokens, warnings, max_tokens = result.tokens, result.warnings, sampling.max_tokens
         if len(tokens) == 0:
             return self._refused(batch, i, RowError("empty_prompt", "the prompt has no tokens"))
         room = self._max_model_len - len(tokens)
-        max_tokens = min(sampling.max_tokens, room)
+        if room < max_tokens:
+            max_tokens, warnings = room, (*warnings, MAX_TOKENS_CAPPED)
         if sampling.min_tokens > max_tokens:
             reason = f"min_tokens is {sampling.min_tokens}, but max_tokens {sampling.max_tokens}"
             if room < sampling.max_tokens:
                 reason += f", and a prompt of {len(tokens)} tokens leaves room for {room}"
             return self._refused(batch, i, RowError("bad_sampling", reason), len(tokens))
         key = self._keys.key(self._identity(batch, i), sampling.overrides, sampling.max_tokens, tokens)
-        capped = (MAX_TOKENS_CAPPED,) if max_tokens < sampling.max_tokens else ()
-        return Prompt(batch.first + i, key, tokens, max_tokens, sampling.overrides, (*result.warnings, *capped))
+        return Prompt(batch.first + i, key, tokens, max_tokens, sampling.overrides, warnings)
 
     def _refused(self, batch: RowBatch, i: int, error: RowError, prompt_tokens: int | None = None) -> RefusedRow:
         row = batch.rows[i]
@@ -190,7 +191,7 @@ class Renderer:
     def _sampling(self, row: Mapping[str, Any]) -> _Sampling:
         """A row's own sampling. Null means the job's default."""
         if not self._sampling_columns:
-            return _Sampling(self._max_tokens, self._min_tokens, "{}")
+            return self._usual_sampling
         own = {
             param: self._check(param, row[column])
             for param, column in self._sampling_columns.items()

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -144,13 +145,12 @@ class StubTokenizer:
     special: Mapping[str, int] = {}
 
     def encode(self, texts: list[str], special: bool) -> list[Sequence[int]]:
-        return [self._encode(text) for text in texts]
-
-    @staticmethod
-    def _encode(text: str) -> Any:
-        raw = text.encode(errors="surrogatepass")
-        triples = np.frombuffer(raw.ljust(-(-len(raw) // 3) * 3, b"\0"), np.uint8).reshape(-1, 3)
-        return triples @ _PLACES
+        raw = [text.encode(errors="surrogatepass") for text in texts]
+        whole = b"".join([piece for text in raw for piece in (text, _FILL[len(text) % 3])])
+        low, middle, high = np.frombuffer(whole, np.uint8).reshape(-1, 3).T.astype(np.int32)
+        ids: Any = low | middle << 8 | high << 16
+        ends = [0, *accumulate(-(-len(text) // 3) for text in raw)]
+        return [ids[start:end] for start, end in pairwise(ends)]
 
     def spans(self, texts: list[str]) -> list[list[tuple[int, int]]]:
         return [self._spans(text) for text in texts]
@@ -169,4 +169,5 @@ class StubTokenizer:
         return ids.view(np.uint8).reshape(-1, 4)[:, :3].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-_PLACES = np.array([1, 1 << 8, 1 << 16], np.int32)
+# What makes the bytes of a text threes, by what is left over.
+_FILL = (b"", b"\0\0", b"\0")
