@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +15,8 @@ from bulkgen.errors import SpecError
 from bulkgen.plan import BLOCK_SIZES, Plan, Workload, measure
 from bulkgen.profiles import Profile, WorkShape, cpu_speed, load_profile, load_tuned, nearest
 from bulkgen.prompt import Model
+from bulkgen.replica import Work
+from bulkgen.rundir import RunDir
 from bulkgen.seat import ReplicaSetup
 from bulkgen.sizing import (
     Architecture,
@@ -225,6 +227,29 @@ def replica_setups(
         )
         for share in shares
     ]
+
+
+def work_of(spec: JobSpec, run: RunDir, start: int, settings_key: str) -> Callable[[int, int, ReplicaSetup], Work]:
+    """What a replica, in an incarnation and with its setup, is told to do in a start of a run."""
+
+    def work(replica: int, incarnation: int, setup: ReplicaSetup) -> Work:
+        return Work(
+            plan=str(run.plan),
+            parts=str(run.parts),
+            start=start,
+            replica=replica,
+            incarnation=incarnation,
+            settings=setup.settings.to_json() | {"incarnation": incarnation},
+            cores=setup.cores,
+            sampling=spec.sampling.constants(),
+            settings_key=settings_key,
+            max_attempts=spec.engine.max_attempts,
+            row_timeout_s=spec.engine.row_timeout_s,
+            commit_rows=spec.output.commit_rows,
+            commit_s=spec.output.commit_s,
+        )
+
+    return work
 
 
 def machine_shares(spec: JobSpec) -> list[Share]:

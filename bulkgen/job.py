@@ -25,7 +25,7 @@ from bulkgen.committed import Committed, last_merge
 from bulkgen.dataset import DataSet
 from bulkgen.engine.devices import Share
 from bulkgen.engine.launcher import LocalLauncher
-from bulkgen.engine_setup import Fit, fit_engine, machine_shares, replica_setups
+from bulkgen.engine_setup import Fit, fit_engine, machine_shares, replica_setups, work_of
 from bulkgen.errors import EXIT_DONE, EXIT_ROWS_FAILED, OutputError, Stopped
 from bulkgen.generation import Generation
 from bulkgen.known import KnownAnswers
@@ -42,7 +42,6 @@ from bulkgen.preparation import (
 )
 from bulkgen.profiles import learn_profile
 from bulkgen.prompt import Model
-from bulkgen.replica import Work
 from bulkgen.report import Progress, ProgressState, Report, step_windows, write_reports
 from bulkgen.results import merge, output_files, write_answered
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
@@ -392,7 +391,7 @@ class _Start:
             start=self.number,
             launcher=LocalLauncher("bulkgen.replica"),
             setups=self._choose(plan),
-            work=self._work,
+            work=work_of(self.spec, self.run, self.number, settings_key(self.settings)),
             settings_key=settings_key(self.settings),
             limits=Limits(
                 max_restarts=self.spec.engine.max_restarts,
@@ -406,23 +405,6 @@ class _Start:
         )
         if not generation.run():
             self.stop.check()
-
-    def _work(self, replica: int, incarnation: int, setup: ReplicaSetup) -> Work:
-        return Work(
-            plan=str(self.run.plan),
-            parts=str(self.run.parts),
-            start=self.number,
-            replica=replica,
-            incarnation=incarnation,
-            settings=setup.settings.to_json() | {"incarnation": incarnation},
-            cores=setup.cores,
-            sampling=self.spec.sampling.constants(),
-            settings_key=settings_key(self.settings),
-            max_attempts=self.spec.engine.max_attempts,
-            row_timeout_s=self.spec.engine.row_timeout_s,
-            commit_rows=self.spec.output.commit_rows,
-            commit_s=self.spec.output.commit_s,
-        )
 
     # ---- merge and report ----
 

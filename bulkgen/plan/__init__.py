@@ -16,7 +16,7 @@ A plan folder is built under a temporary name and renamed when whole. In it:
 
 from bulkgen.plan.buckets import bucket_edges, cut_shards
 from bulkgen.plan.lengths import Lengths
-from bulkgen.plan.planned import PENDING, Plan, PlannedRow, find_plan, load_plan
+from bulkgen.plan.planned import Plan, PlannedRow, find_plan, load_plan
 from bulkgen.plan.requests import RequestHasher
 from bulkgen.plan.shape import PhaseCosts, Phases
 from bulkgen.plan.workload import BLOCK_SIZES, Workload, measure
@@ -24,7 +24,6 @@ from bulkgen.plan.writer import PlanWriter
 
 __all__ = [
     "BLOCK_SIZES",
-    "PENDING",
     "Lengths",
     "PhaseCosts",
     "Phases",

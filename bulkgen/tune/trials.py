@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bulkgen.engine.launcher import LocalLauncher
-from bulkgen.engine_setup import Fit, fit_rows, machine_shares, replica_setups
+from bulkgen.engine_setup import Fit, fit_rows, machine_shares, replica_setups, work_of
 from bulkgen.errors import EngineError
 from bulkgen.generation import Generation
 from bulkgen.limits import FailureLimit
-from bulkgen.plan import PENDING, Plan
+from bulkgen.plan import Plan
 from bulkgen.preparation import context_length, copy_rows
 from bulkgen.prompt import Model
-from bulkgen.replica import Work
 from bulkgen.report import Progress
 from bulkgen.rundir import Manifest, RunDir
 from bulkgen.seat import Limits, ReplicaSetup
@@ -123,7 +122,7 @@ class Trials:
             start=self._number,
             launcher=LocalLauncher("bulkgen.replica"),
             setups=setups,
-            work=lambda replica, incarnation, setup: self._work(run, replica, incarnation, setup),
+            work=work_of(self._spec, run, self._number, _SETTINGS_KEY),
             settings_key=_SETTINGS_KEY,
             # An engine that dies of its settings is a finding, and one that is started again no measurement.
             limits=Limits(
@@ -136,24 +135,6 @@ class Trials:
             say=self._progress.say,
             stopped=stopped,
         ).run()
-
-    def _work(self, run: RunDir, replica: int, incarnation: int, setup: ReplicaSetup) -> Work:
-        engine, output = self._spec.engine, self._spec.output
-        return Work(
-            plan=str(run.plan),
-            parts=str(run.parts),
-            start=self._number,
-            replica=replica,
-            incarnation=incarnation,
-            settings=setup.settings.to_json() | {"incarnation": incarnation},
-            cores=setup.cores,
-            sampling=self._spec.sampling.constants(),
-            settings_key=_SETTINGS_KEY,
-            max_attempts=engine.max_attempts,
-            row_timeout_s=engine.row_timeout_s,
-            commit_rows=output.commit_rows,
-            commit_s=output.commit_s,
-        )
 
     def _trial(self, candidate: Candidate, rows: int, manifest: Manifest, took_s: float) -> Trial:
         """What the manifest has of the last start, as `bulkgen report` would count it."""
@@ -190,5 +171,5 @@ def _in_sampling_order(plan: Plan) -> npt.NDArray[np.int64]:
     budget = np.concatenate([np.empty(0, np.int64), *budgets])
     order = stratified(rows[:, 1], budget, _SEED)
     ordinals = rows[order, 0]
-    found: npt.NDArray[np.int64] = ordinals[plan.state[ordinals] == PENDING]
+    found: npt.NDArray[np.int64] = ordinals[plan.sent[ordinals]]
     return found
