@@ -105,7 +105,8 @@ class Tuned:
         """As settings are resolved with it."""
         tune = f"bulkgen tune on {time.strftime('%Y-%m-%d', time.localtime(self.measured_at))}"
         before = ", ".join(f"{name} {value}" for name, value in self.instead_of.items())
-        faster, none = f"{tune}: {self.gain:.0%} faster than {before}", f"{tune}: nothing else was faster"
+        faster = f"{tune}: {self.gain:.0%} faster than {before}"
+        none = f"{tune}: nothing else was faster by more than {self.margin:.0%}, the noise"
         return Measured(
             choices={name: (value, faster) for name, value in self.values.items()}
             | {name: (value, none) for name, value in self.confirmed.items()},

@@ -291,7 +291,7 @@ def test_settings_name_what_was_measured_and_the_users_own_wins() -> None:
     assert (settings["max_num_seqs"].value, settings["max_num_seqs"].source) == (512, "measured")
     assert "12% faster than max_num_seqs 256" in settings["max_num_seqs"].reason
     assert settings["block_size"].source == "default"
-    assert "nothing else was faster" in settings["block_size"].reason
+    assert "nothing else was faster by more than 2%" in settings["block_size"].reason
     assert chosen_env(tuple(settings.values())) == {"OMP_NUM_THREADS": "1"}
     own = {s.name: s for s in resolve({"max_num_seqs": 7}, demand, place, 8192, found)}
     assert (own["max_num_seqs"].value, own["max_num_seqs"].source) == (7, "user")

@@ -129,10 +129,13 @@ def _batched(values: Mapping[str, Any], ground: Ground) -> Iterator[Candidate]:
     least = max(
         _LEAST_BATCHED, int(values["max_num_seqs"]), int(values["max_model_len"]) if ground.whole_prompts else 0
     )
-    if ground.prompt_tokens > now:
-        yield Candidate((("max_num_batched_tokens", 2 * now),))
-    if least <= now // 2 < ground.prompt_tokens:
-        yield Candidate((("max_num_batched_tokens", now // 2),))
+    row_tokens = ground.prompt_tokens / ground.sequences
+    for value in (2 * now, now // 2):
+        # Prompts that are no more tokens than the smaller of both are prefilled in one step with either.
+        differs = min(value, now)
+        if value >= least and ground.prompt_tokens > differs:
+            rows = int(differs / row_tokens) + 1
+            yield Candidate((("max_num_batched_tokens", value),), least_rows=rows * ground.replicas)
 
 
 def _sequences(values: Mapping[str, Any], ground: Ground) -> Iterator[Candidate]:

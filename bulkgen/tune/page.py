@@ -70,7 +70,7 @@ def verdict(tuning: Tuning) -> str:
     if found.ended == "nothing to try":
         return "the resolved settings: the job leaves nothing open that could matter here"
     if found.best is None:
-        return "the resolved settings: they are the best within noise"
+        return "the resolved settings: they are the best within noise, of what was tried"
     before = ", ".join(f"{name} {value}" for name, value in tuned.instead_of.items())
     return f"{found.best.candidate.name}: {tuned.gain:.0%} faster than {before}, as resolved"
 

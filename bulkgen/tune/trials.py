@@ -132,7 +132,8 @@ class Trials:
                 failures=FailureLimit(share=1.0),
             ),
             show=lambda stage, state: self._progress.update(state),
-            say=self._progress.say,
+            # How an engine died is the fault of its trial; how it ended does not matter.
+            say=lambda text: None,
             stopped=stopped,
         ).run()
 
