@@ -125,7 +125,7 @@ class Shard:
     budget_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """What an engine takes. `index` is the caller's handle, unique among the requests in the engine."""
 
@@ -163,7 +163,7 @@ class Sample:
     valid: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Completion:
     """A finished request. Times in seconds from the arrival in the engine; `tpot_s` is None for one token.
 

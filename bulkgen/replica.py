@@ -32,6 +32,7 @@ from bulkgen.engine.channel import Channel, Message
 from bulkgen.errors import BulkgenError, EngineError, OutputError
 from bulkgen.feed import Admission, Candidate
 from bulkgen.plan import Plan, PlannedRow, load_plan
+from bulkgen.python import freeze_heap
 from bulkgen.records import Completion, Failure, Request, Shard
 from bulkgen.results import About, PartRow, done_row, failed_row, judged, repeated_row, write_part
 
@@ -216,7 +217,7 @@ class Replica:
                     self._again.appendleft(offered)
                     break
                 self._feed.offered(row.ordinal, candidate)
-                requests.append(Request(row.ordinal, row.tokens.tolist(), offered.sampling))
+                requests.append(Request(row.ordinal, row.tokens.data, offered.sampling))
             offered.since, offered.attempt = now, self._plan.offers.begin(row.ordinal)
             self._in_engine[row.ordinal] = offered
             if offered.candidate is None:
@@ -419,6 +420,7 @@ def main(fd: int) -> int:
     engine: Engine | None = None
     try:
         engine = open_engine(EngineSettings(**work.settings))
+        freeze_heap()
         start_s = time.monotonic() - started
         channel.send({"type": "ready", "start_s": start_s, **asdict(engine.limits)})
         Replica(work, channel, engine).run()

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from bulkgen.engine.contract import EngineSettings
 from bulkgen.engine.samples import together
-from bulkgen.engine.stub_answers import StubAnswers, checksum
+from bulkgen.engine.stub_answers import StubAnswers, checksum, token_ids
 from bulkgen.errors import EngineError
 from bulkgen.records import Completion, EngineLimits, EngineStats, Failure, Request
 
@@ -31,15 +29,15 @@ _LONGEST_POLL_S = 0.05
 
 
 @dataclass(slots=True)
-class _Running:
+class _Answer:
     """One of the answers to a request; each takes a place in the batch of its own, as in vLLM."""
 
     request: Request
     sample: int
     output_tokens: int
-    arrived: float
-    scheduled: float
     blocks: int
+    arrived: float
+    scheduled: float = 0.0
 
 
 class StubEngine:
@@ -60,6 +58,7 @@ class StubEngine:
         self._double_rate, self._lose_rate, self._swap_rate = (
             s.get(name, 0.0) if first else 0.0 for name in ("double_rate", "lose_rate", "swap_rate")
         )
+        self._errs = bool(self._double_rate or self._lose_rate or self._swap_rate)
         self._tried: set[bytes] = set()
         self._random = random.Random(f"{self._seed}/{settings.incarnation}") if s.get("shuffle") else None
         time.sleep(s.get("start_s", 0.0))
@@ -72,11 +71,11 @@ class StubEngine:
             max_num_seqs=settings.args.get("max_num_seqs", 256),
         )
         self._blocks_free = self.limits.kv_tokens // _BLOCK
-        self._waiting: deque[tuple[Request, int, float]] = deque()
+        self._waiting: deque[_Answer] = deque()
         self._refused: list[Failure] = []
-        self._running: list[tuple[int, int, int, _Running]] = []  # heap by the step at which an answer ends
+        self._running: list[tuple[int, int, int, _Answer]] = []  # heap by the step at which an answer ends
         self._parts: dict[int, dict[int, Completion]] = {}  # finished answers to requests for several
-        self._hanging: list[_Running] = []  # will never end
+        self._hanging: list[_Answer] = []  # will never end
         self._step = 0
         self._finished = 0
         self._prompt_tokens = self._output_tokens = 0
@@ -84,21 +83,24 @@ class StubEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         now = time.monotonic()
         for request in requests:
-            samples = range(request.sampling.get("n") or 1)
-            blocks = max(self._blocks(request, self._answers.length(request, sample)) for sample in samples)
+            answers = [self._answer(request, sample, now) for sample in range(request.sampling.get("n") or 1)]
             if self._flaky_rate and self._fails_once(request):
                 self._refused.append(Failure(request.index, "ended_by_engine", "stub: told to fail once", True))
             elif self._fail_rate and self._draw(request, 1) < self._fail_rate:
                 self._refused.append(Failure(request.index, "refused_by_engine", "stub: told to refuse this row"))
-            elif blocks > self.limits.kv_tokens // _BLOCK:
+            elif max([answer.blocks for answer in answers]) > self.limits.kv_tokens // _BLOCK:
                 self._refused.append(Failure(request.index, "refused_by_engine", "stub: larger than the KV cache"))
             elif (fault := self._answers.fault(request)) is not None:
                 self._refused.append(Failure(request.index, "bad_schema", f"stub: {fault}"))
             else:
-                self._waiting.extend((request, sample, now) for sample in samples)
+                self._waiting.extend(answers)
+
+    def _answer(self, request: Request, sample: int, now: float) -> _Answer:
+        tokens = self._answers.length(request, sample)
+        return _Answer(request, sample, tokens, -(-(len(request.tokens) + tokens) // _BLOCK), now)
 
     def _fails_once(self, request: Request) -> bool:
-        key = np.asarray(request.tokens, "<i4").tobytes()
+        key = token_ids(request).tobytes()
         if key in self._tried or self._draw(request, 2) >= self._flaky_rate:
             return False
         self._tried.add(key)
@@ -107,7 +109,7 @@ class StubEngine:
     def cancel(self, indices: Sequence[int]) -> None:
         gone = set(indices)
         self._refused = [f for f in self._refused if f.index not in gone]
-        self._waiting = deque(w for w in self._waiting if w[0].index not in gone)
+        self._waiting = deque(a for a in self._waiting if a.request.index not in gone)
         ended = [r for r in [*self._hanging, *(entry[-1] for entry in self._running)] if r.request.index in gone]
         self._blocks_free += sum(r.blocks for r in ended)
         self._hanging = [r for r in self._hanging if r.request.index not in gone]
@@ -133,13 +135,13 @@ class StubEngine:
             self._random.shuffle(done)
         return done
 
-    def _ended(self, running: _Running, now: float) -> list[Completion]:
+    def _ended(self, ended: _Answer, now: float) -> list[Completion]:
         """What comes back now that one answer has ended: nothing until all of its request have."""
-        request = running.request
-        answer = self._complete(running, now)
+        request = ended.request
+        answer = self._complete(ended, now)
         if request.sampling.get("n"):
             parts = self._parts.setdefault(request.index, {})
-            parts[running.sample] = answer
+            parts[ended.sample] = answer
             if len(parts) < request.sampling["n"]:
                 return []
             del self._parts[request.index]
@@ -153,6 +155,8 @@ class StubEngine:
 
     def _returned(self, done: Completion) -> list[Completion]:
         """What comes back for a finished request: itself, unless the engine was told to err."""
+        if not self._errs:
+            return [done]
         luck = zlib.crc32(done.index.to_bytes(8, "little"), self._seed) / 2**32
         for rate, wrong in (
             (self._double_rate, [done, done]),
@@ -173,24 +177,23 @@ class StubEngine:
     def _admit(self) -> None:
         now = time.monotonic()
         while self._waiting and len(self._running) + len(self._hanging) < self.limits.max_num_seqs:
-            request, sample, arrived = self._waiting[0]
-            tokens = self._answers.length(request, sample)
-            blocks = self._blocks(request, tokens)
-            if blocks > self._blocks_free:
+            answer = self._waiting[0]
+            if answer.blocks > self._blocks_free:
                 break
             self._waiting.popleft()
-            self._blocks_free -= blocks
+            self._blocks_free -= answer.blocks
+            answer.scheduled = now
+            request = answer.request
             self._prompt_tokens += len(request.tokens)
-            running = _Running(request, sample, tokens, arrived, now, blocks)
             text = self._answers.prompt(request) if self._poison or self._stuck else ""
             if any(marker in text for marker in self._poison):
                 os.kill(os.getpid(), signal.SIGKILL)
             if any(marker in text for marker in self._stuck):
-                self._hanging.append(running)
+                self._hanging.append(answer)
                 continue
-            heapq.heappush(self._running, (self._step + tokens, request.index, sample, running))
+            heapq.heappush(self._running, (self._step + answer.output_tokens, request.index, answer.sample, answer))
 
-    def _complete(self, r: _Running, now: float) -> Completion:
+    def _complete(self, r: _Answer, now: float) -> Completion:
         self._blocks_free += r.blocks
         self._output_tokens += r.output_tokens
         e2e_s = now - r.arrived
@@ -238,10 +241,6 @@ class StubEngine:
 
     def _draw(self, request: Request, salt: int) -> float:
         return checksum(request, self._seed * 2 + salt) / 2**32
-
-    @staticmethod
-    def _blocks(request: Request, output_tokens: int) -> int:
-        return -(-(len(request.tokens) + output_tokens) // _BLOCK)
 
 
 def _nth(values: Any, incarnation: int) -> int | None:

@@ -8,9 +8,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bulkgen.engine.contract import EngineSettings
 from bulkgen.records import Logprobs, Request
+
+_TOKENS = np.dtype("<i4")
 
 
 class StubAnswers:
@@ -29,8 +32,9 @@ class StubAnswers:
 
     def prompt(self, request: Request) -> str:
         """The text of a prompt of the stub model, whose tokens are three bytes of UTF-8 each, little end first."""
-        ids = np.asarray(request.tokens, "<i4").view(np.uint8).reshape(-1, 4)
-        return ids[:, :3].tobytes().rstrip(b"\0").decode(errors="replace")
+        text = bytearray(token_ids(request))
+        del text[3::4]
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def text(self, request: Request, sample: int) -> str:
         """An answer; those to the same request differ."""
@@ -101,7 +105,12 @@ class StubAnswers:
 
 def checksum(request: Request, seed: int) -> int:
     """32 bits out of a request's tokens."""
-    return zlib.crc32(np.asarray(request.tokens, "<i4").tobytes(), seed)
+    return zlib.crc32(token_ids(request).data, seed)
+
+
+def token_ids(request: Request) -> npt.NDArray[np.int32]:
+    """A request's tokens as an array; no copy where they lie in memory as one already."""
+    return np.asarray(request.tokens, _TOKENS)
 
 
 def _instance(schema: Any) -> Any:

@@ -44,7 +44,7 @@ _LEAST_CAUTION, _MOST_CAUTION = -1.0, 4.0
 _GAIN = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one a row
 class Candidate:
     """A row that could go into the engine next.
 

@@ -39,7 +39,7 @@ PLAN_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Prompt
 class PlannedRow:
     """A pending row of a shard: what a request is made of."""
 
@@ -70,26 +70,27 @@ class Offers:
 
     def __init__(self, offers: npt.NDArray[np.uint16]) -> None:
         self._offers = offers
+        self._one = offers.data  # the same, for single rows: several times as fast as an array
 
     def begin(self, ordinal: int) -> int:
         """A row goes into an engine. Returns which attempt this is, from 1; stops counting at 255."""
-        offer = int(self._offers[ordinal])
+        offer = self._one[ordinal]
         attempt = min(offer & self._ATTEMPTS, self._ATTEMPTS - 1) + 1
-        self._offers[ordinal] = self._IN_ENGINE | offer & self._FAILURES | attempt
+        self._one[ordinal] = self._IN_ENGINE | offer & self._FAILURES | attempt
         return attempt
 
     def end(self, ordinal: int, done: bool) -> None:
         """A row came out of it, or was taken out."""
-        self._offers[ordinal] = int(self._offers[ordinal]) & self._COUNTS | (self._DONE if done else 0)
+        self._one[ordinal] = self._one[ordinal] & self._COUNTS | (self._DONE if done else 0)
 
     def fail(self, ordinal: int) -> int:
         """A row came out of it failed, for a reason that may pass. Returns how often; stops counting at MOST_ATTEMPTS.
 
         Attempts that something else ended (the death of the engine by another row, a stop) are not among these.
         """
-        counts = int(self._offers[ordinal]) & self._COUNTS
+        counts = self._one[ordinal] & self._COUNTS
         counts += self._FAILURE if counts & self._FAILURES != self._FAILURES else 0
-        self._offers[ordinal] = counts
+        self._one[ordinal] = counts
         return (counts & self._FAILURES) // self._FAILURE
 
     def forgive(self, ordinals: Ordinals) -> None:
@@ -98,7 +99,7 @@ class Offers:
 
     def attempts(self, ordinal: int) -> int:
         """How often a row was given to an engine, under this plan."""
-        return int(self._offers[ordinal]) & self._ATTEMPTS
+        return self._one[ordinal] & self._ATTEMPTS
 
     def take_back(self, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
         """Of the rows of a dead replica: those that were in its engine, and those that it had done. Forgets both."""
@@ -391,9 +392,12 @@ def _pairs(keys: Keys, contents: npt.NDArray[np.uint64]) -> Keys:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], rows: int | None = None, mode: Any = "r") -> npt.NDArray[Any]:
-    """A file of fixed-size records as an array, without reading it. An empty file cannot be mapped."""
+    """A file of fixed-size records as an array, without reading it. An empty file cannot be mapped.
+
+    A plain array, as numpy's own kind for this takes several times as long to give a single record.
+    """
     if rows is None:
         rows = path.stat().st_size // dtype.itemsize
     if rows == 0:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode, shape=(rows,))
+    return np.asarray(np.memmap(path, dtype, mode, shape=(rows,)))

@@ -119,7 +119,7 @@ class PartRow(NamedTuple):
     answers: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one a row
 class About:
     """What is known of a row beside its result.
 
