@@ -1,5 +1,9 @@
-"""Everything but the engine, at 10 thousand, 100 thousand and a million rows: how cost grows with the data set."""
+"""Everything but the engine, at 10 thousand, 100 thousand and a million rows: how cost grows with the data set.
 
+`BENCH_ROWS=1000000,10000000 python -m bench scale` shows whether memory does.
+"""
+
+import json
 import os
 import sys
 import tempfile
@@ -28,7 +32,8 @@ def _one(rows: int, suffix: str) -> dict[str, Any]:
             f"name: scale\nmodel: stub\ninput: {{path: in.{suffix}, id: id, prompt: prompt}}\n"
             "sampling: {max_tokens: 32}\noutput: {path: out.parquet}\nengine: {kind: stub}\n"
         )
-        measured = run([sys.executable, "-m", "bulkgen", "run", "--quiet", str(folder / "job.yaml")])
+        command = [sys.executable, "-m", "bulkgen", "run", "--quiet", str(folder / "job.yaml")]
+        measured = run(command, lambda: _stage(folder / "out.parquet.bulkgen" / "progress.json"))
         output = pq.read_metadata(folder / "out.parquet").num_rows
         if output != rows:
             raise RuntimeError(f"{rows} rows in, {output} rows out")
@@ -38,11 +43,23 @@ def _one(rows: int, suffix: str) -> dict[str, Any]:
         "rows": rows,
         "wall_s": measured.seconds,
         "rows_per_s": rows / measured.seconds,
+        "cpu_us_a_row": measured.cpu_s / rows * 1e6,
         "peak_mb": measured.peak_mb,
+        "plan_mb": measured.stage_mb.get("planning"),
+        "generate_mb": measured.stage_mb.get("generating"),
+        "merge_mb": measured.stage_mb.get("merging"),
         "plan_s": report["plan_s"],
         "generate_s": report["generate_s"],
         "merge_s": report["merge_s"],
     }
+
+
+def _stage(progress: Path) -> str:
+    """What the run says it is at; it says so once a second."""
+    try:
+        return str(json.loads(progress.read_text())["stage"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 def _write_input(path: Path, rows: int) -> None:
