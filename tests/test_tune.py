@@ -230,6 +230,8 @@ def test_what_starts_longer_has_to_gain_it() -> None:
     assert short.best is None
     hopeless = Bench(speeds).search(compiled, one("a"), job_rows=1000)
     assert "starts longer than it could gain" in {c.name: why for c, why in hopeless.not_tried}[compiled.name]
+    alone = Bench(speeds).search(compiled, job_rows=1000)
+    assert (alone.ended, [c for c, _ in alone.not_tried]) == ("nothing to try", [compiled])
 
 
 def test_what_cannot_start_is_out_and_the_rest_goes_on() -> None:

@@ -194,6 +194,9 @@ class Halving:
     def _search(self) -> None:
         self._rounds.trials.append([])
         first = self._try(RESOLVED)
+        if all(self._is_hopeless(candidate, first) for candidate in self._candidates):
+            self._why_not = {candidate: _hopeless(self._job_s(first)) for candidate in self._candidates}
+            return
         alive = self._entrants(first)
         number = 0
         while True:
@@ -273,12 +276,18 @@ class Halving:
         self._why_not |= dict(self._that_cannot(first, rows))
         return chosen[rows]
 
+    def _job_s(self, first: Trial) -> float:
+        return first.generate_s * self._rounds.job_rows / first.rows
+
+    def _is_hopeless(self, candidate: Candidate, first: Trial) -> bool:
+        """Whether it starts longer than it could gain: nothing makes an engine twice as fast and more."""
+        return 2 * candidate.extra_start_s > self._job_s(first)
+
     def _that_cannot(self, first: Trial, rows: int) -> list[tuple[Candidate, str]]:
-        job_s = first.generate_s * self._rounds.job_rows / first.rows
         found = []
         for candidate in self._candidates:
-            if 2 * candidate.extra_start_s > job_s:
-                found.append((candidate, f"starts longer than it could gain in about {job_s:,.0f} s of generation"))
+            if self._is_hopeless(candidate, first):
+                found.append((candidate, _hopeless(self._job_s(first))))
             elif candidate.least_rows > rows:
                 found.append((candidate, f"needs a sample of {candidate.least_rows:,} rows, not of {rows:,}"))
         return found
@@ -342,3 +351,7 @@ class Halving:
             not_tried=tuple((c, self._why_not.get(c, "no time was left")) for c in left),
             ended=self._ended,
         )
+
+
+def _hopeless(job_s: float) -> str:
+    return f"starts longer than it could gain in about {job_s:,.0f} s of generation"
