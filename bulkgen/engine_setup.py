@@ -238,6 +238,7 @@ def work_of(spec: JobSpec, run: RunDir, start: int, settings_key: str) -> Callab
             parts=str(run.parts),
             start=start,
             replica=replica,
+            replicas=spec.engine.replicas,
             incarnation=incarnation,
             settings=setup.settings.to_json() | {"incarnation": incarnation},
             cores=setup.cores,

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from bulkgen.engine import Engine, EngineSettings, open_engine
 from bulkgen.engine.channel import Channel, Message
 from bulkgen.errors import BulkgenError, EngineError, OutputError
-from bulkgen.feed import Admission, Candidate
+from bulkgen.feed import Admission, Candidate, row_order
 from bulkgen.plan import Plan, PlannedRow, load_plan
 from bulkgen.python import freeze_heap
 from bulkgen.records import Completion, Failure, Request, Shard
@@ -50,6 +51,7 @@ class Work:
     parts: str
     start: int
     replica: int
+    replicas: int
     incarnation: int
     settings: dict[str, Any]
     cores: Sequence[int] | None
@@ -202,9 +204,16 @@ class Replica:
                 yield None
                 continue
             shard, only = self._shards[0]
-            for row in self._plan.read(shard, only):
+            for row in self._plan.read(shard, only, self._in_order):
                 yield _Offered(shard.shard, row)
             self._shards.pop(0)
+
+    def _in_order(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+        """In which order some rows go into the engine, in the light of what answers were like until now."""
+        prompts, lengths = rows["prompt_tokens"], self._feed.lengths
+        behind = max(0, self._plan.pending_rows - len(rows)) / self._work.replicas
+        expected = lengths.expected(prompts, rows["max_tokens"])
+        return row_order(self._engine.limits, prompts, expected, rows["group"], rows_behind=behind)
 
     def _top_up(self) -> None:
         requests: list[Request] = []
@@ -232,7 +241,8 @@ class Replica:
     def _candidate(self, offered: _Offered) -> Candidate:
         row = offered.row
         offered.sampling = self._sampling(row)
-        return Candidate(len(row.tokens), row.max_tokens, sequences=offered.sampling.get("n") or 1)
+        answers = offered.sampling.get("n") or 1
+        return Candidate(len(row.tokens), row.max_tokens, answers, row.group, row.shared_tokens)
 
     def _fits(self, row: PlannedRow) -> bool:
         """Whether the KV cache could hold the row if it were alone; else the engine would keep it waiting for ever."""

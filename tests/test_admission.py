@@ -9,7 +9,7 @@ import pytest
 from bulkgen.feed.admission import Admission, Candidate
 from bulkgen.feed.expected_output import OutputLengths
 from bulkgen.feed.inside import Inside
-from bulkgen.feed.order import feed_order, longest_first, shard_order
+from bulkgen.feed.order import feed_order, row_order, shard_order, strewn
 from bulkgen.feed.simulation import Counts, Run, SimulatedLimits, SimulatedRow, ToppedUp, simulate
 from bulkgen.records import EngineLimits, EngineStats
 
@@ -51,9 +51,8 @@ SHORT = [(200, 20, 128), (300, 60, 384)]
 
 
 def ordered(rows: Sequence[SimulatedRow], sequences: int) -> list[SimulatedRow]:
-    lengths = OutputLengths()
-    expected = [lengths.expected(row.prompt_tokens, row.max_tokens) for row in rows]
-    order = feed_order([row.prompt_tokens for row in rows], expected, sequences=sequences)
+    prompts, budgets = (np.array([getattr(row, name) for row in rows]) for name in ("prompt_tokens", "max_tokens"))
+    order = feed_order(prompts, OutputLengths().expected(prompts, budgets), sequences=sequences)
     return [rows[i] for i in order]
 
 
@@ -286,9 +285,20 @@ def test_before_anything_ended_the_budget_says_how_long_answers_are() -> None:
 def test_lengths_that_were_seen_are_expected_again(so_far: int) -> None:
     outputs = np.random.default_rng(0).lognormal(5.5, 0.8, 3000).astype(int)
     lengths, longer = learned(outputs.tolist()), outputs[outputs > so_far]
-    assert lengths.expected(50, 4096, so_far) == pytest.approx(longer.mean(), rel=0.1)
-    for share in (0.5, 0.9):
-        assert lengths.quantile(share, 50, 4096, so_far) == pytest.approx(np.quantile(longer, share), rel=0.15)
+    assert lengths.expected(50, 4096) == pytest.approx(outputs.mean(), rel=0.1)
+    more = np.quantile(longer, [0.1, 0.5, 0.9]) - so_far
+    chances = lengths.lasting(np.array([lengths.kind(50, 4096)]), np.array([so_far]), more)
+    np.testing.assert_allclose(chances, [[0.9, 0.5, 0.1]], atol=0.05)
+
+
+def test_a_mean_is_the_sum_of_the_chances_to_go_on() -> None:
+    lengths, rng = learned([10, 20, 40, 80, 300] * 100), np.random.default_rng(4)
+    prompts, budgets = rng.integers(1, 4000, 50), rng.integers(1, 5000, 50)
+    ahead = np.arange(5000) + 0.5
+    for prompt, budget, expected in zip(prompts, budgets, lengths.expected(prompts, budgets), strict=True):
+        kind = np.array([lengths.kind(int(prompt), int(budget))])
+        chances = lengths.lasting(kind, np.zeros(1), ahead[ahead < budget])
+        assert expected == pytest.approx(chances.sum(), rel=0.01)
 
 
 def test_answers_that_go_on_keep_the_short_ones_from_making_all_look_short() -> None:
@@ -320,7 +330,6 @@ def test_orders_are_permutations_with_groups_in_one_piece() -> None:
     rng = np.random.default_rng(2)
     prompts, expected, group = rng.integers(1, 900, 500), rng.integers(1, 900, 500), rng.integers(-1, 20, 500)
     for order in (
-        longest_first(expected, group),
         feed_order(prompts, expected, group, sequences=8),
         feed_order(prompts, expected, group, sequences=8, behind_tokens=1e9),
     ):
@@ -331,9 +340,42 @@ def test_orders_are_permutations_with_groups_in_one_piece() -> None:
             assert np.all(np.diff(expected[order][places]) <= 0)
 
 
-def test_longest_first_goes_by_the_longest_of_each_group() -> None:
-    assert longest_first([5, 9, 1, 7], [0, -1, -1, 0]).tolist() == [1, 3, 0, 2]
-    assert longest_first([]).tolist() == []
+def test_only_groups_that_come_up_seldom_are_kept_in_one_piece() -> None:
+    prompts, group = np.full(400, 100), np.where(np.arange(400) % 2, 99, np.arange(400) // 8)
+    left = strewn(prompts, group, reach_tokens=8_000)
+    assert set(left[1::2].tolist()) == {-1}
+    assert left[::2].tolist() == group[::2].tolist()
+    assert strewn(prompts, group, reach_tokens=1e9).tolist() == [-1] * 400
+    assert strewn([], [], 1.0).tolist() == []
+
+
+def test_what_all_rows_begin_with_keeps_none_of_them_from_being_blended() -> None:
+    limits = EngineLimits(1 << 20, 100_000, 16, 64)
+    prompts = np.sort(np.random.default_rng(3).integers(100, 4000, 1000))
+    order = row_order(limits, prompts, np.full(1000, 100.0), np.zeros(1000, np.int64), rows_behind=1e6)
+    assert np.ptp(prompts[order].reshape(10, 100).mean(axis=1)) < 0.1 * prompts.mean()
+    assert row_order(limits, [], [], []).tolist() == []
+
+
+def test_rows_on_one_document_find_it_in_the_cache_in_the_order_that_they_are_fed() -> None:
+    # 300 documents of 2,000 tokens with eight questions each, in no order, where the KV cache holds twenty.
+    rng = np.random.default_rng(7)
+    group = rng.permutation(np.repeat(np.arange(300), 8))
+    rows = [
+        SimulatedRow(2000 + int(question), int(output), 256, group=int(document), shared_tokens=2000)
+        for document, question, output in zip(
+            group, rng.integers(20, 60, 2400), np.clip(rng.lognormal(3.5, 0.7, 2400), 1, 256), strict=True
+        )
+    ]
+    limits = SimulatedLimits(45_000 // 16, 16, 256, 8192)
+    prompts = [row.prompt_tokens for row in rows]
+    expected = OutputLengths().expected(prompts, np.full(2400, 256))
+    fed = [rows[i] for i in row_order(limits.engine_limits(), prompts, expected, group)]
+    as_they_stand, in_order = (simulate(some, limits, admission(limits)) for some in (rows, fed))
+    whole = sum(prompts)
+    assert as_they_stand.hit_tokens < 0.2 * whole
+    assert in_order.hit_tokens > 0.83 * whole  # seven eighths are the most
+    assert in_order.computed_tokens < 0.4 * as_they_stand.computed_tokens
 
 
 def test_long_answers_start_early_only_where_the_end_is_near() -> None:

@@ -1,12 +1,16 @@
 """The plan: shards balanced by tokens, rows found again by key, state that survives a reopening."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bulkgen.plan import Plan, PlanWriter, bucket_edges, cut_shards, load_plan
+from bulkgen.plan import Plan, PlanWriter, bucket_edges, cut_shards, find_plan, load_plan, planned, regroup
+from bulkgen.plan.grouping import Grouping, prefix_hashes, prefix_lengths
+from bulkgen.plan.hashing import PromptHashes
 from bulkgen.records import Prompt, RefusedRow
 
 RNG = np.random.default_rng(7)
@@ -245,3 +249,147 @@ def test_shards_go_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
     assert [shard.shard for shard in plan.shards] == [0, 1, 2, 3]
     assert [shard.prompt_tokens for shard in plan.shards] == [200, 200, 5200, 5200]
     assert sorted(row.ordinal for shard in plan.shards for row in plan.read(shard)) == list(range(40))
+
+
+def documents(count: int, questions: int, tokens: int, seed: int = 11) -> list[list[int]]:
+    """Prompts of `questions` about each of `count` documents of so many tokens, in no order."""
+    rng = np.random.default_rng(seed)
+    bodies = [rng.integers(0, 50_000, tokens).tolist() for _ in range(count)]
+    return [
+        bodies[i] + rng.integers(0, 50_000, 20).tolist()
+        for i in rng.permutation(np.repeat(np.arange(count), questions))
+    ]
+
+
+def write_prompts(folder: Path, prompts: list[list[int]], target_rows: int | None = 100) -> Plan:
+    rows = [Prompt(i, i.to_bytes(16, "big"), tokens, 10, "{}") for i, tokens in enumerate(prompts)]
+    return write(folder, list(rows), target_rows)
+
+
+def pieces(values: Sequence[object]) -> int:
+    return 1 + sum(a != b for a, b in pairwise(values))
+
+
+def test_rows_that_begin_alike_stand_together_where_they_were_far_apart(tmp_path: Path) -> None:
+    prompts = documents(100, 8, 400)
+    plan = write_prompts(tmp_path, prompts)
+    rows = [row for shard in sorted(plan.shards, key=lambda s: s.first) for row in plan.read(shard)]
+    assert sorted(row.ordinal for row in rows) == list(range(800))
+    assert all(row.tokens.tolist() == prompts[row.ordinal] for row in rows)
+    assert pieces([tuple(row.tokens[:400]) for row in rows]) == 100
+    # By the first row of each document, and in a document as in the input.
+    firsts = [row.ordinal for row in rows[::8]]
+    assert firsts == sorted(firsts)
+    assert all(a.ordinal < b.ordinal for a, b in pairwise(rows) if a.group == b.group)
+    assert {row.shared_tokens for row in rows} == {384}
+    assert len({row.group for row in rows}) == 100
+
+
+@pytest.mark.parametrize("prompts", [documents(8, 100, 100), documents(400, 1, 400), documents(40, 3, 400)])
+def test_rows_stay_as_they_came_where_a_cache_finds_their_beginnings_anyway(
+    tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    plan = write_prompts(tmp_path, prompts)
+    rows = [row for shard in sorted(plan.shards, key=lambda s: s.first) for row in plan.read(shard)]
+    assert [row.ordinal for row in rows] == list(range(len(prompts)))
+    assert all((row.group >= 0) == (row.shared_tokens > 0) for row in rows)
+
+
+def test_a_group_shares_its_longest_common_beginning_and_whoever_shares_less_is_of_another(tmp_path: Path) -> None:
+    common, document = list(range(64)), list(range(1000, 1100))
+    prompts = [
+        common + [7] * 40,
+        common + document + [8] * 9,
+        [5] * 90,
+        common + document + [9] * 9,
+        [6] * 16,
+        [6] * 16,
+    ]
+    plan = write_prompts(tmp_path, prompts, target_rows=None)
+    rows = {row.ordinal: row for shard in plan.shards for row in plan.read(shard)}
+    # The first one is alone in its bucket; of the last two one is enough for both, and the other follows.
+    assert [rows[i].shared_tokens for i in (0, 1, 2, 3, 4, 5)] == [0, 160, 0, 160, 0, 0]
+    assert rows[1].group == rows[3].group >= 0
+    assert rows[0].group == rows[2].group == rows[4].group == -1
+
+
+def test_any_grouping_is_that_of_a_radix_tree() -> None:
+    rng = np.random.default_rng(5)
+    for trial in range(60):
+        # Prompts over two tokens, in stretches of 16, so that they share a lot.
+        prompts = [
+            np.repeat(rng.integers(0, 2, rng.integers(1, 9)), 16)[: -int(rng.integers(1, 9))].astype(np.int32)
+            for _ in range(int(rng.integers(1, 40)))
+        ]
+        lengths = prefix_lengths(128)
+        offsets = np.cumsum([0, *map(len, prompts)]).astype(np.int32)
+        hashed = PromptHashes.of(np.concatenate(prompts), offsets)
+        sent = rng.random(len(prompts)) < (1.0 if trial % 2 else 0.8)
+        found = Grouping.of(prefix_hashes(hashed, lengths), lengths, hashed.lengths.astype(np.int32), sent)
+
+        def begins(row: int, length: int, prompts: list[Any] = prompts) -> tuple[int, ...] | None:
+            return tuple(prompts[row][:length].tolist()) if len(prompts[row]) > length else None
+
+        def place(row: int, sent: Any = sent, lengths: list[int] = lengths, begins: Any = begins) -> list[int]:
+            """The first row that is like it up to each length, itself where there is none."""
+            firsts = []
+            for length in lengths:
+                own = begins(row, length) if sent[row] else None
+                alike = [i for i in range(row) if own is not None and sent[i] and begins(i, length) == own]
+                firsts.append(min(alike, default=row))
+            return [*firsts, row]
+
+        assert found.order.tolist() == sorted(range(len(prompts)), key=place)
+        for row in range(len(prompts)):
+            shared = [
+                length
+                for length in lengths
+                if sent[row]
+                and begins(row, length) is not None
+                and any(i != row and sent[i] and begins(i, length) == begins(row, length) for i in range(len(prompts)))
+            ]
+            assert found.shared_tokens[row] == max(shared, default=0)
+            same = [i for i in range(len(prompts)) if found.group[i] == found.group[row] >= 0]
+            assert (found.group[row] >= 0) == bool(shared)
+            assert {(int(found.shared_tokens[i]), begins(i, max(shared))) for i in same} <= (
+                {(max(shared), begins(row, max(shared)))} if shared else set()
+            )
+
+
+def test_a_file_larger_than_memory_is_put_in_order_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regroup, "_PIECE_TOKENS", 10_000)
+    monkeypatch.setattr(regroup, "_DEALT_ROWS", 8)
+    prompts = documents(150, 8, 400)
+    plan = write_prompts(tmp_path, prompts)
+    rows = [row for shard in sorted(plan.shards, key=lambda s: s.first) for row in plan.read(shard)]
+    assert all(row.tokens.tolist() == prompts[row.ordinal] for row in rows)
+    assert len(rows) == 1200
+    assert pieces([tuple(row.tokens[:400]) for row in rows]) == 150
+    assert sum(len(batch) for batch in plan.batches()) == 1200
+    assert not list(plan.folder.glob("piece-*"))
+    assert not list(plan.folder.glob("*.prefixes"))
+
+
+def test_a_shard_is_read_in_the_order_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = write(tmp_path, [prompt(i, int(RNG.integers(200, 250))) for i in range(3000)], target_rows=3000)
+    (shard,) = plan.shards
+
+    def longest_first(rows: np.ndarray) -> np.ndarray:
+        return np.argsort(-rows["prompt_tokens"], kind="stable")
+
+    rows = list(plan.read(shard, in_order=longest_first))
+    lengths = [len(row.tokens) for row in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(row.key == row.ordinal.to_bytes(16, "big") for row in rows)
+    # Where a shard is too large for that, a part of it after the other.
+    monkeypatch.setattr(planned, "_WINDOW_TOKENS", 1)
+    parts = list(plan.read(shard, in_order=longest_first))
+    assert sorted(row.ordinal for row in parts) == list(range(3000))
+    assert [row.ordinal // 1024 for row in parts] == sorted(row.ordinal // 1024 for row in parts)
+    assert {row.ordinal for row in plan.read(shard, {5, 2900, 7}, longest_first)} == {5, 7, 2900}
+
+
+def test_a_plan_of_another_layout_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = write(tmp_path, [prompt(0, 5)])
+    monkeypatch.setattr(planned, "LAYOUT", planned.LAYOUT + 1)
+    assert find_plan(plan.folder) is None

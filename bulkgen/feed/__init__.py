@@ -2,7 +2,7 @@
 
 from bulkgen.feed.admission import Admission, Candidate
 from bulkgen.feed.expected_output import PRIOR_SHARE
-from bulkgen.feed.order import shard_order
+from bulkgen.feed.order import row_order, shard_order
 from bulkgen.feed.suspects import Inquest, Suspect
 
-__all__ = ["PRIOR_SHARE", "Admission", "Candidate", "Inquest", "Suspect", "shard_order"]
+__all__ = ["PRIOR_SHARE", "Admission", "Candidate", "Inquest", "Suspect", "row_order", "shard_order"]

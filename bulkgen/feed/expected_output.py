@@ -55,6 +55,13 @@ class OutputLengths:
         budget = min(_BUDGETS - 1, max_tokens.bit_length())
         return budget * _PROMPTS + min(_PROMPTS - 1, prompt_tokens.bit_length() // 2)
 
+    @staticmethod
+    def _kinds(prompt_tokens: npt.NDArray[np.integer], max_tokens: npt.NDArray[np.integer]) -> Kinds:
+        """As `kind`, of many rows: the exponent of a number is its length in bits."""
+        budgets, prompts = np.frexp(max_tokens)[1], np.frexp(prompt_tokens)[1] // 2
+        kinds: Kinds = np.minimum(_BUDGETS - 1, budgets).astype(np.int64) * _PROMPTS + np.minimum(_PROMPTS - 1, prompts)
+        return kinds
+
     def ended(self, kind: int, output_tokens: int, max_tokens: int) -> None:
         """An answer is whole. What it teaches counts from the next `learn`."""
         self.ends += output_tokens < max_tokens
@@ -108,22 +115,15 @@ class OutputLengths:
         chances: Floats = np.exp(self._risk(kinds, so_far)[:, None] - later)
         return chances
 
-    def expected(self, prompt_tokens: int, max_tokens: int, so_far: int = 0) -> float:
-        """Mean of the output tokens of such a row, of which `so_far` are there."""
-        if so_far >= max_tokens:
-            return float(max_tokens)
-        inner = EDGES[(so_far < EDGES) & (max_tokens > EDGES)]
-        at = np.concatenate(([so_far], inner, [max_tokens]))
-        risk = self._risk(np.full(len(at), self.kind(prompt_tokens, max_tokens)), at)
-        steps = np.diff(risk)
-        # The mean of an exponential that falls between two edges.
-        means = np.diff(at) * np.exp(risk[0] - risk[:-1]) * -np.expm1(-steps) / steps
-        return so_far + float(means.sum())
-
-    def quantile(self, share: float, prompt_tokens: int, max_tokens: int, so_far: int = 0) -> int:
-        """The output tokens that `share` (0 to 1) of such rows, with `so_far` of them there, do not exceed."""
-        kind = self.kind(prompt_tokens, max_tokens)
-        risk = float(self._risk(np.array([kind]), np.array([float(so_far)]))[0]) - np.log1p(-min(share, 1 - 1e-9))
-        place = int(np.searchsorted(self._sum[kind], risk, side="right")) - 1
-        tokens = EDGES[place] + (risk - self._sum[kind, place]) / self._chance[kind, place]
-        return max(so_far, min(max_tokens, int(np.ceil(tokens - 1e-6))))
+    def expected(self, prompt_tokens: npt.ArrayLike, max_tokens: npt.ArrayLike) -> Floats:
+        """Mean of the output tokens of such rows."""
+        kinds, budgets = self._kinds(np.asarray(prompt_tokens), np.asarray(max_tokens)), np.asarray(max_tokens, float)
+        # The mean is the sum of the chances to go on, over all tokens: of an exponential between every two edges.
+        last = np.exp(-self._sum)
+        between = (last[:, :-1] - last[:, 1:]) / self._chance[:, :-1]
+        sums = np.concatenate((np.zeros((len(between), 1)), np.cumsum(between, axis=1)), axis=1)
+        places = np.searchsorted(EDGES, budgets, side="right") - 1
+        chance = self._chance[kinds, places]
+        more = last[kinds, places] * -np.expm1(-chance * (budgets - EDGES[places])) / chance
+        expected: Floats = sums[kinds, places] + more
+        return expected

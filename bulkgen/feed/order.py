@@ -6,12 +6,17 @@ longest-first rule; R. L. Graham, "Bounds on multiprocessing timing anomalies", 
 rows with much to prefill stand among rows with much to decode all along, since a step that decodes for many sequences
 has arithmetic to spare for a prompt, and a step of nothing but prompts leaves the KV cache empty.
 
+Only rows that would come too far apart otherwise must go one after the other: a beginning that comes up all the time
+stays in the cache by itself, and rows of it are blended like others.
+
 Only the end of a job needs the second. So `feed_order` blends, and brings forward only what would end too late. For
 shards that come one after the other, rows of later ones are `behind_tokens`: with enough of them nothing is too late.
 """
 
 import numpy as np
 import numpy.typing as npt
+
+from bulkgen.records import EngineLimits
 
 Permutation = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -20,14 +25,42 @@ Floats = npt.NDArray[np.float64]
 _GOLDEN = (5**0.5 - 1) / 2
 # An answer may take so many times what is expected of it before it is late: they are far from equal.
 _CARE = 6.0
+# A prefix that comes up once in such a share of the KV cache, in tokens of prompts, is still there: the rows that have
+# it hold it, and what nobody holds goes only when the cache has turned over.
+_REACH = 0.25
 
 
-def longest_first(expected_tokens: npt.ArrayLike, group: npt.ArrayLike | None = None) -> Permutation:
-    """Rows by expected output tokens, most first; those of a group (-1: of none) where its longest belongs."""
+def row_order(
+    limits: EngineLimits,
+    prompt_tokens: npt.ArrayLike,
+    expected_tokens: npt.ArrayLike,
+    group: npt.ArrayLike,
+    *,
+    rows_behind: float = 0.0,
+) -> Permutation:
+    """`feed_order` for the rows that one engine gets next, `rows_behind` of which the lengths are not known follow."""
+    prompts = np.asarray(prompt_tokens, np.float64)
     expected = np.asarray(expected_tokens, np.float64)
-    unit = _units(group, len(expected))
-    order: Permutation = np.lexsort((-expected, unit, -_most(unit, expected)[unit])).astype(np.int64)
-    return order
+    if not len(prompts):
+        return np.zeros(0, np.int64)
+    held = float((prompts + expected).mean())
+    return feed_order(
+        prompts,
+        expected,
+        strewn(prompts, group, _REACH * limits.kv_tokens),
+        sequences=max(1, min(limits.max_num_seqs, int(limits.kv_tokens / held))),
+        behind_tokens=rows_behind * float(expected.mean()),
+    )
+
+
+def strewn(prompt_tokens: npt.ArrayLike, group: npt.ArrayLike, reach_tokens: float) -> Permutation:
+    """The `group` of each row, -1 too where rows of it would come up every `reach_tokens` of prompts in any order."""
+    prompts, groups = np.asarray(prompt_tokens, np.float64), np.array(group, np.int64)
+    named = groups >= 0
+    numbers, place, rows = np.unique(groups[named], return_inverse=True, return_counts=True)
+    often = rows * reach_tokens >= prompts.sum()
+    groups[named] = np.where(often, -1, numbers)[place]
+    return groups
 
 
 def feed_order(

@@ -10,8 +10,9 @@ A plan folder is built under a temporary name and renamed when whole. In it:
     requests.bin        each row's request key: a hash of all that shapes its answer; zeros where that is drawn anew
     repeats.bin         rows whose request others have too, by group
     offers.bin          two bytes a row: how often it was in an engine, and whether it is
-    bucket-NN.arrow     token ids and sampling of the rows of one length range, in input order
-    bucket-NN.rows      ordinal, prompt tokens and max_tokens of the same rows, for arithmetic
+    bucket-NN.arrow     token ids and sampling of the rows of one length range: in input order, or with those together
+                        that begin alike, where a prefix cache needs it
+    bucket-NN.rows      ordinal, prompt tokens, max_tokens and common prefix of the same rows, for arithmetic
 """
 
 from bulkgen.plan.buckets import bucket_edges, cut_shards

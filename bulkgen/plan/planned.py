@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,20 @@ from bulkgen.rundir import whole_file
 # One that follows has the request of a row that is to do, and gets its result.
 PENDING, REFUSED, COMMITTED, APART, FOLLOWING = 0, 1, 2, 3, 4
 
-ROW_TYPE = np.dtype([("ordinal", "<i8"), ("prompt_tokens", "<i4"), ("max_tokens", "<i4")])
+# Rows of the same `group` (-1: of none) begin with the same `shared_tokens`.
+ROW_TYPE = np.dtype(
+    [
+        ("ordinal", "<i8"),
+        ("prompt_tokens", "<i4"),
+        ("max_tokens", "<i4"),
+        ("group", "<i4"),
+        ("shared_tokens", "<i4"),
+    ]
+)
+# Of the files of a plan. One that another version of bulkgen made is made anew.
+LAYOUT = 2
+# Rows of a shard that are put in order together, in prompt tokens: 16 MiB.
+_WINDOW_TOKENS = 1 << 22
 
 # Hashes of what a row itself brings to its request: in the columns that the job reads now, and in those that a job read
 # whose results are kept.
@@ -50,7 +63,12 @@ class PlannedRow:
     overrides: str
     warnings: tuple[str, ...]
     request_key: bytes | None
+    group: int
+    shared_tokens: int
 
+
+# In which order to take some rows, in ROW_TYPE.
+RowOrder = Callable[[npt.NDArray[np.void]], npt.NDArray[np.int64]]
 
 OFFER_TYPE = np.dtype("<u2")
 # Files that change while a run works. What they hold is made anew from the others at each start, save counts.
@@ -259,6 +277,11 @@ class Plan:
         index: npt.NDArray[np.void] = _mapped(self.folder / f"bucket-{bucket:02d}.rows", ROW_TYPE)
         return index
 
+    @property
+    def pending_rows(self) -> int:
+        """How many rows are still to do with their shards."""
+        return int(np.count_nonzero(self.state == PENDING))
+
     def has_pending(self) -> bool:
         """Whether any row is still to do."""
         return bool(np.any((self.state == PENDING) | (self.state == APART)))
@@ -275,13 +298,16 @@ class Plan:
         together: Ordinals = ordinals[self.state[ordinals] != APART]
         return together
 
-    def read(self, shard: Shard, only: Collection[int] | None = None) -> Iterator[PlannedRow]:
-        """The pending rows of a shard, or those with the ordinals of `only` in it, in input order.
+    def read(
+        self, shard: Shard, only: Collection[int] | None = None, in_order: RowOrder | None = None
+    ) -> Iterator[PlannedRow]:
+        """The pending rows of a shard, or those with the ordinals of `only` in it, as they stand or `in_order`.
 
-        One batch of the bucket is in memory at a time. Raises OutputError for a plan that was damaged.
+        So many batches of the bucket as are put in order together are in memory at a time, else one. Raises
+        OutputError for a plan that was damaged.
         """
         try:
-            yield from self._read(shard, only)
+            yield from self._read(shard, only, in_order)
         except (OSError, pa.ArrowException) as e:
             raise OutputError(f"{self.folder}: cannot be read ({e}); remove that folder and run again") from e
 
@@ -305,36 +331,60 @@ class Plan:
         except (OSError, pa.ArrowException) as e:
             raise OutputError(f"{self.folder}: cannot be read ({e}); remove that folder and run again") from e
 
-    def _read(self, shard: Shard, only: Collection[int] | None) -> Iterator[PlannedRow]:
+    def _read(self, shard: Shard, only: Collection[int] | None, in_order: RowOrder | None) -> Iterator[PlannedRow]:
+        index = self._index(shard.bucket)
         sizes = self.facts["batch_rows"][str(shard.bucket)]
         ends = np.cumsum(sizes)
-        end = shard.first + shard.rows
+        first, end = shard.first, shard.first + shard.rows
+        window: list[pa.RecordBatch] = []
         with pa.memory_map(str(self.folder / f"bucket-{shard.bucket:02d}.arrow")) as source:
             file = pa.ipc.open_file(source)
             for number in range(int(np.searchsorted(ends, shard.first, side="right")), len(sizes)):
                 start = int(ends[number]) - sizes[number]
                 if start >= end:
-                    return
+                    break
                 a = max(shard.first - start, 0)
-                batch = file.get_batch(number).slice(a, min(end - start, sizes[number]) - a)
-                yield from self._rows(batch, only)
+                window.append(file.get_batch(number).slice(a, min(end - start, sizes[number]) - a))
+                rows = index[first : start + a + len(window[-1])]
+                if in_order is None or rows["prompt_tokens"].sum() >= _WINDOW_TOKENS:
+                    yield from self._rows(window, rows, only, in_order)
+                    first += len(rows)
+                    window.clear()
+            if window:
+                yield from self._rows(window, index[first:end], only, in_order)
 
-    def _rows(self, batch: pa.RecordBatch, only: Collection[int] | None) -> Iterator[PlannedRow]:
+    def _rows(
+        self,
+        window: Sequence[pa.RecordBatch],
+        index: npt.NDArray[np.void],
+        only: Collection[int] | None,
+        in_order: RowOrder | None,
+    ) -> Iterator[PlannedRow]:
+        batch = pa.Table.from_batches(window).combine_chunks().to_batches()[0]
         lists = batch.column(1)
         values = lists.values.to_numpy()
         offsets = lists.offsets.to_numpy()
         ordinals = batch.column(0).to_numpy()
         keys, requests = self._keys[ordinals].tolist(), self._requests[ordinals].tolist()
         wanted = (self.state[ordinals] == PENDING) if only is None else np.isin(ordinals, list(only))
-        chosen = wanted.tolist()
-        columns = [column.to_pylist() for column in batch.columns[2:]]
-        for i, (ordinal, max_tokens, overrides, warnings) in enumerate(zip(ordinals.tolist(), *columns, strict=True)):
-            if chosen[i]:
-                tokens = values[offsets[i] : offsets[i + 1]]
-                request = whole(requests[i]) if requests[i] else None
-                yield PlannedRow(
-                    ordinal, whole(keys[i]), tokens, max_tokens, overrides, tuple(warnings.split()), request
-                )
+        chosen = np.flatnonzero(wanted)
+        if in_order is not None:
+            chosen = chosen[in_order(index[chosen])]
+        overrides, warnings = (batch.column(name).to_pylist() for name in ("overrides", "warnings"))
+        rows = index.tolist()
+        for i in chosen.tolist():
+            ordinal, _, max_tokens, group, shared_tokens = rows[i]
+            yield PlannedRow(
+                ordinal,
+                whole(keys[i]),
+                values[offsets[i] : offsets[i + 1]],
+                max_tokens,
+                overrides[i],
+                tuple(warnings[i].split()),
+                whole(requests[i]) if requests[i] else None,
+                group,
+                shared_tokens,
+            )
 
 
 def load_plan(folder: Path, access: Access = "read", *, check: bool = False) -> Plan:
@@ -370,6 +420,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     if str(zlib.crc32(text.encode())) != checksum:
         raise ValueError(f"{folder / 'plan.json'}: is not what was written")
     facts: dict[str, Any] = json.loads(text)
+    if facts["layout"] != LAYOUT:
+        raise ValueError(f"{folder / 'plan.json'}: is of another version of bulkgen")
     return facts
 
 

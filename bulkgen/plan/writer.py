@@ -1,7 +1,7 @@
 """Writing a plan, one pass, bounded memory: some tens of bytes a row, and one unwritten batch a bucket."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
@@ -14,8 +14,11 @@ import pyarrow as pa
 
 from bulkgen.errors import OutputError
 from bulkgen.plan.buckets import cut_shards, shard_rows
+from bulkgen.plan.grouping import Grouping, prefix_hashes, prefix_lengths
+from bulkgen.plan.hashing import PromptHashes
 from bulkgen.plan.keys import KEY_TYPE, make_unique
 from bulkgen.plan.planned import (
+    LAYOUT,
     OFFER_TYPE,
     PENDING,
     PLAN_SCHEMA,
@@ -26,7 +29,8 @@ from bulkgen.plan.planned import (
     file_facts,
     load_plan,
 )
-from bulkgen.plan.requests import REQUEST_TYPE, RequestHasher, Requests, find_groups
+from bulkgen.plan.regroup import reordered
+from bulkgen.plan.requests import REQUEST_TYPE, Groups, RequestHasher, Requests, find_groups
 from bulkgen.records import Prompt, RefusedRow, Shard
 from bulkgen.rundir import sync
 
@@ -36,6 +40,11 @@ ShardOrder = Callable[[Tokens, Tokens, Tokens], npt.NDArray[np.int64]]
 # A batch is the least that a shard can read; shards begin and end inside of batches.
 _BATCH_ROWS = 1024
 _BATCH_TOKENS = 1 << 18
+# A bucket's rows change their order if that saves such a share of its prompt tokens.
+_WORTH = 0.01
+
+
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 class _Bucket:
@@ -48,10 +57,11 @@ class _Bucket:
         self.batch_rows: list[int] = []
         self._pending: list[Prompt] = []
         self._tokens = 0
+        self.prefix_lengths = prefix_lengths(longest)
+        self._prefixes = stem.with_suffix(".prefixes").open("wb")
         self._rows = stem.with_suffix(".rows").open("wb")
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
         self._sink = pa.OSFile(str(stem.with_suffix(".arrow")), "wb")
-        self._writer = pa.ipc.new_file(self._sink, PLAN_SCHEMA, options=options)
+        self._writer = pa.ipc.new_file(self._sink, PLAN_SCHEMA, options=_OPTIONS)
 
     def add(self, prompt: Prompt) -> None:
         self._pending.append(prompt)
@@ -63,15 +73,17 @@ class _Bucket:
         rows = self._pending
         if not rows:
             return
-        index = np.empty(len(rows), ROW_TYPE)
+        index = np.zeros(len(rows), ROW_TYPE)
+        index["group"] = -1
         index["ordinal"] = [p.ordinal for p in rows]
         index["prompt_tokens"] = lengths = [len(p.tokens) for p in rows]
         index["max_tokens"] = [p.max_tokens for p in rows]
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        tokens = _flat(rows, self._tokens)
         batch = pa.record_batch(
             [
                 pa.array(index["ordinal"]),
-                pa.ListArray.from_arrays(pa.array(offsets), pa.array(_flat(rows, self._tokens))),
+                pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
                 pa.array(index["max_tokens"]),
                 pa.array([p.overrides for p in rows], pa.string()),
                 pa.array([" ".join(p.warnings) for p in rows], pa.string()),
@@ -81,6 +93,7 @@ class _Bucket:
         self._writer.write_batch(batch)
         if self._hasher is not None:
             self.requests.append(self._hasher.of(batch, index["max_tokens"]))
+        self._prefixes.write(prefix_hashes(PromptHashes.of(tokens, offsets), self.prefix_lengths).tobytes())
         self._rows.write(index.tobytes())
         self.batch_rows.append(len(rows))
         self._pending, self._tokens = [], 0
@@ -89,7 +102,20 @@ class _Bucket:
         self.flush()
         self._writer.close()
         self._sink.close()
+        self._prefixes.close()
         self._rows.close()
+
+
+def _batches(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Rows in batches of the usual size."""
+    ends = np.cumsum(np.diff(rows.column("tokens").offsets.to_numpy()), dtype=np.int64)
+    first = 0
+    while first < len(rows):
+        before = int(ends[first - 1]) if first else 0
+        full = int(np.searchsorted(ends, before + _BATCH_TOKENS)) + 1
+        count = min(_BATCH_ROWS, full - first, len(rows) - first)
+        yield rows.slice(first, count)
+        first += count
 
 
 def _flat(rows: Sequence[Prompt], total: int) -> npt.NDArray[np.int32]:
@@ -167,11 +193,15 @@ class PlanWriter:
             state[self._refused] = REFUSED
             state.tofile(self.folder / "state.bin")
             np.zeros(self._rows, OFFER_TYPE).tofile(self.folder / "offers.bin")
-            shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas), in_order)
             requests = self._requests()
             requests.tofile(self.folder / "requests.bin")
-            self._repeats(requests, shards).tofile(self.folder / "repeats.bin")
+            repeats = find_groups(requests if self._once else requests[:0])
+            self._group(repeats)
+            shards = self._cut(shard_rows(target_rows, self._rows - len(self._refused), replicas), in_order)
+            self._name_shards(repeats, shards)
+            repeats.tofile(self.folder / "repeats.bin")
             facts = facts | {
+                "layout": LAYOUT,
                 "rows": self._rows,
                 "refused": len(self._refused),
                 "batch_rows": {number: bucket.batch_rows for number, bucket in self._buckets.items()},
@@ -197,16 +227,46 @@ class PlanWriter:
                 bucket.requests.clear()
         return requests
 
-    def _repeats(self, requests: Requests, shards: Sequence[Shard]) -> npt.NDArray[np.void]:
-        """The rows that share their request with others, and the shard of each."""
-        repeats = find_groups(requests if self._once else requests[:0])
+    def _group(self, repeats: npt.NDArray[np.void]) -> None:
+        """Find rows that begin alike, and put them together in their files where a prefix cache would lose much."""
+        sent = np.ones(self._rows, bool)
+        sent[Groups(repeats).followers(sent)] = False
+        groups = 0
+        for number, bucket in self._buckets.items():
+            stem, index = self.folder / _stem(number), self._index(number)
+            prefixes, lengths = stem.with_suffix(".prefixes"), bucket.prefix_lengths
+            if lengths:
+                hashes = np.memmap(prefixes, np.uint64, "r", shape=(len(index), len(lengths)))
+                grouping = Grouping.of(hashes, lengths, index["prompt_tokens"], sent[index["ordinal"]])
+                index["group"] = np.where(grouping.group >= 0, grouping.group + groups, -1)
+                index["shared_tokens"] = grouping.shared_tokens
+                groups += int(grouping.group.max()) + 1
+                if grouping.saved_tokens >= _WORTH * index["prompt_tokens"].sum(dtype=np.int64):
+                    bucket.batch_rows = self._reorder(stem.with_suffix(".arrow"), index, grouping.order)
+                    index = index[grouping.order]
+                index.tofile(stem.with_suffix(".rows"))
+            prefixes.unlink()
+
+    def _reorder(self, path: Path, index: npt.NDArray[np.void], order: npt.NDArray[np.int64]) -> list[int]:
+        """Put the rows of a bucket in another order. Returns how many rows each batch has then."""
+        batch_rows = []
+        new = path.with_suffix(".reordered")
+        with pa.OSFile(str(new), "wb") as sink, pa.ipc.new_file(sink, PLAN_SCHEMA, options=_OPTIONS) as writer:
+            for rows in reordered(path, order, index["prompt_tokens"], self.folder):
+                for batch in _batches(rows):
+                    writer.write_batch(batch)
+                    batch_rows.append(len(batch))
+        new.replace(path)
+        return batch_rows
+
+    def _name_shards(self, repeats: npt.NDArray[np.void], shards: Sequence[Shard]) -> None:
+        """Note the shard of each row that has the same request as others."""
         if len(repeats):
             shard_of = np.full(self._rows, -1, np.int32)
             for shard in shards:
                 ordinals = self._index(shard.bucket)["ordinal"]
                 shard_of[ordinals[shard.first : shard.first + shard.rows]] = shard.shard
             repeats["shard"] = shard_of[repeats["ordinal"]]
-        return repeats
 
     def _index(self, number: int) -> npt.NDArray[np.void]:
         """The rows of a bucket, in ROW_TYPE."""
