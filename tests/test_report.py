@@ -544,8 +544,17 @@ class TestChangedInput:
 class TestTimeline:
     def test_kv_usage_over_the_steady_part(self, run: Run) -> None:
         one_start(run)
-        for t, waiting, usage in ((1, 0, 0.1), (2, 5, 0.8), (3, 0, 0.9), (4, 2, 1.0), (5, 0, 0.3)):
-            run.sample(1020.0 + t, waiting=waiting, kv_usage=usage)
+        # It fills, is full, and empties once there is no new prompt.
+        for t, prompts, done, usage in (
+            (1, 10, 0, 0.1),
+            (2, 30, 0, 0.5),
+            (3, 40, 2, 0.9),
+            (4, 50, 5, 0.8),
+            (5, 60, 9, 1.0),
+            (6, 60, 10, 0.6),
+            (7, 60, 12, 0.2),
+        ):
+            run.sample(1020.0 + t, running=9, prompt_tokens=prompts, done=done, kv_usage=usage)
         kv = run.report().whole.kv
         assert kv.kv_usage_mean == pytest.approx(0.9)
         assert (kv.kv_usage_peak, kv.kv_usage_covers) == (1.0, "steady")
@@ -554,12 +563,14 @@ class TestTimeline:
         one_start(run)
         for replica, first, usage in ((0, 1021.0, 0.5), (1, 1025.0, 0.7)):
             for t in range(3):
-                run.sample(first + t, replica=replica, waiting=1, kv_usage=usage)
-        # Before replica 1 had anything to wait for, though replica 0 had.
-        run.sample(1022.0, replica=1, kv_usage=0.0)
+                told = {"running": 3, "prompt_tokens": 10 * t, "done": 2 * t, "kv_usage": usage if t else 0.1}
+                run.sample(first + t, replica=replica, **told)
+        # All that a third one got was inside at once.
+        run.sample(1022.0, replica=2, running=3, prompt_tokens=30, kv_usage=0.2)
+        run.sample(1023.0, replica=2, running=1, prompt_tokens=30, done=2, kv_usage=0.1)
         assert run.report().whole.kv.kv_usage_mean == pytest.approx(0.6)
 
-    def test_nobody_ever_waited(self, run: Run) -> None:
+    def test_an_engine_that_got_all_at_once_has_no_steady_part(self, run: Run) -> None:
         one_start(run)
         run.sample(1021.0, running=0, kv_usage=0.0)
         run.sample(1022.0, running=2, kv_usage=0.4)

@@ -129,15 +129,16 @@ class Latency:
 class KvUsage:
     """How full the KV cache was, from the samples of the timeline (about one a second and replica).
 
-    The steady part of an engine's life is what lies between its first and its last sample with a request
-    waiting: before it the batch fills, after it the queue has run dry and the cache only empties.
+    The steady part of an engine's life begins when the cache is as full as it is half of the time, and ends with the
+    last new prompt: before it the cache fills, after it only empties. An engine that was given all of its rows before
+    it had done as many as it still held has none.
     """
 
     kv_usage_mean: float | None = column("mean share of KV cache in use (0..1) over the samples of kv_usage_covers")
     kv_usage_peak: float | None = column("greatest share of KV cache in use, any sample")
     kv_usage_covers: str | None = column(
-        "steady: samples from the first to the last with a request waiting; "
-        "running: none ever waited, so all samples with a request running"
+        "steady: samples from the first of median fullness to the last new prompt; "
+        "running: no engine had done as many rows as it held by then, so all samples with a request running"
     )
 
 

@@ -314,8 +314,8 @@ def _cost_lines(report: Report) -> list[tuple[str, str, str]]:
 
 def _kv_covers(covers: str | None) -> str:
     if covers == "steady":
-        return "steady part: first to last sample with a request waiting"
-    return "no request ever waited: samples with one running" if covers == "running" else "no samples"
+        return "steady part: from median fullness to the last new prompt"
+    return "too short for a steady part: samples with a request running" if covers == "running" else "no samples"
 
 
 def _percentile_cells(figure: Percentiles) -> list[str]:

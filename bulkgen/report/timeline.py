@@ -98,9 +98,13 @@ def _take(line: bytes, columns: dict[str, list[Any]]) -> None:
 
 def kv_usage(timeline: pl.DataFrame) -> KvUsage:
     """Mean over the steady part of each engine's life (see KvUsage) and peak; samples weigh the same."""
-    waits = pl.col("waiting") > 0
-    first, last = (end.over(ENGINE) for end in (pl.col("time").filter(waits).min(), pl.col("time").filter(waits).max()))
-    usage, covers = timeline.filter(pl.col("time").is_between(first, last))["kv_usage"], "steady"
+    feeding = timeline.filter(
+        pl.col("time") <= _where_first("prompt_tokens", pl.col("prompt_tokens").max()).over(ENGINE)
+    )
+    out, inside = pl.col("done") + pl.col("failed"), pl.col("running") + pl.col("waiting")
+    turned_over = (out.last() > 0) & (out.last() >= inside.last())
+    filled = pl.col("time") >= _where_first("kv_usage", pl.col("kv_usage").median()).over(ENGINE)
+    usage, covers = feeding.filter(turned_over.over(ENGINE) & filled)["kv_usage"], "steady"
     if not len(usage):
         usage, covers = timeline.filter(pl.col("running") > 0)["kv_usage"], "running"
     return KvUsage(
@@ -108,6 +112,11 @@ def kv_usage(timeline: pl.DataFrame) -> KvUsage:
         kv_usage_peak=_number(timeline["kv_usage"].max()),
         kv_usage_covers=covers if len(usage) else None,
     )
+
+
+def _where_first(name: str, value: pl.Expr) -> pl.Expr:
+    """The time of the first sample in which a column is no less than `value`."""
+    return pl.col("time").filter(pl.col(name) >= value).first()
 
 
 def last_counters(timeline: pl.DataFrame) -> dict[tuple[int, int, int], dict[str, float]]:
