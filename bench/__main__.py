@@ -4,12 +4,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bench import commands, driver, peers, scale
+from bench import commands, driver, kv, outcome, peers, scale
 from bench.table import keep
 
 BENCHES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "commands": commands.measure,
     "scale": scale.measure,
+    "outcome": outcome.measure,
+    "kv": kv.measure,
     "driver": driver.measure,
     "peers": peers.measure,
 }

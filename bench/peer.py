@@ -38,13 +38,27 @@ def _chat(settings: dict[str, Any], rows: list[dict[str, Any]], chunk: int) -> d
     began = time.monotonic()
     llm = LLM(settings["model"], disable_log_stats=False, **settings["args"])
     loaded = time.monotonic()
+    steps = _count_steps(llm.llm_engine)
     tokens = 0
     for first in range(0, len(rows), chunk):
         some = rows[first : first + chunk]
         params = [SamplingParams(max_tokens=row["max_tokens"], temperature=row["temperature"]) for row in some]
         outputs = llm.chat([row["messages"] for row in some], params, use_tqdm=False)
         tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
-    return _result(began, loaded, tokens, llm.llm_engine)
+    return _result(began, loaded, tokens, llm.llm_engine) | {"steps": len(steps)}
+
+
+def _count_steps(engine: Any) -> list[None]:
+    """A list that gets an entry with every step of an engine, as far as its caller sees them."""
+    steps: list[None] = []
+    step = engine.step
+
+    def counted() -> Any:
+        steps.append(None)
+        return step()
+
+    engine.step = counted
+    return steps
 
 
 def _ceiling(settings: dict[str, Any], plan: Path) -> dict[str, Any]:
@@ -80,7 +94,9 @@ def _planned(folder: Path) -> Iterator[tuple[list[int], int]]:
 
     plan = load_plan(folder)
     for shard in plan.shards:
-        for row in plan.read(shard, set(plan.ordinals(shard).tolist())):
+        ordinals = plan.ordinals(shard)
+        # Of rows with the same request bulkgen sends one.
+        for row in plan.read(shard, set(ordinals[plan.sent[ordinals]].tolist())):
             yield row.tokens.tolist(), row.max_tokens
 
 

@@ -45,7 +45,7 @@ def measure() -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_backlog(folder / "in.jsonl", ROWS)
-            ours = _bulkgen(folder)
+            ours = run_bulkgen(folder, _KV_GIB)
             taken["bulkgen"].append(ours)
             # Every other round the other way round, so that no way is always the first after another.
             for way in WAYS if turn % 2 == 0 else reversed(WAYS):
@@ -80,11 +80,12 @@ def _ratio(results: list[Taken], others: list[Taken]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def _bulkgen(folder: Path) -> Taken:
+def run_bulkgen(folder: Path, kv_gib: str) -> Taken:
+    """bulkgen over in.jsonl of a folder, and what it chose for its engine."""
     (folder / "job.yaml").write_text(
         "name: peers\nmodel: demo\ninput: {path: in.jsonl, id: id, messages: messages}\n"
         "sampling: {temperature: 0, max_tokens: {column: max_tokens}}\noutput: {path: out.parquet}\n"
-        f"engine: {{env: {{VLLM_CPU_KVCACHE_SPACE: {_KV_GIB}}}}}\n"
+        f"engine: {{env: {{VLLM_CPU_KVCACHE_SPACE: {kv_gib}}}}}\n"
     )
     wall_s, _ = _timed([sys.executable, "-m", "bulkgen", "run", "-q", str(folder / "job.yaml")], {}, (0, 3))
     run = folder / "out.parquet.bulkgen"
@@ -96,8 +97,10 @@ def _bulkgen(folder: Path) -> Taken:
         "run_s": report["generate_s"],
         "wall_s": wall_s,
         "output_tokens": report["output_tokens"],
+        "steps": report["steps"],
         "preemptions": report["preemptions"],
         "hit_tokens": report["cached_tokens"],
+        "report": report,
         "chosen": chosen,
     }
 
@@ -120,15 +123,20 @@ def _peer(way: str, folder: Path, ours: Taken) -> Taken:
         folder = folder / "static"
         folder.mkdir()
         (folder / "in.jsonl").write_text("\n".join(lines[:rows]) + "\n")
-    (folder / "settings.json").write_text(json.dumps(settings))
     env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": _KV_GIB}
     if way == "ceiling":
         env |= ours["chosen"]["env"]
     if way == "run_batch":
         return _run_batch(folder, settings["model"], plain, env)
+    return {"rows": rows, **run_peer(way, folder, settings, env)}
+
+
+def run_peer(way: str, folder: Path, settings: Taken, env: dict[str, str]) -> Taken:
+    """A way of bench.peer over in.jsonl of a folder."""
+    (folder / "settings.json").write_text(json.dumps(settings))
     wall_s, said = _timed([sys.executable, "-m", "bench.peer", way, str(folder)], env)
     told = json.loads(next(x for x in said.splitlines() if x.startswith("peer ")).removeprefix("peer "))
-    return {"rows": rows, "wall_s": wall_s, **told}
+    return {"wall_s": wall_s, **told}
 
 
 def _run_batch(folder: Path, model: str, args: Taken, env: dict[str, str]) -> Taken:
