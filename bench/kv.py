@@ -3,7 +3,7 @@
 BENCH_KV_ROWS stories of up to BENCH_KV_TOKENS tokens, in 1 GiB of KV cache: bulkgen, and the same engine settings with
 all rows handed over at once in the order of the file. `kv_usage` is the mean between ramp-up and tail, as bulkgen's
 report has it. `recomputed_share` is of all tokens, and the most that it can be: as if every sequence that was preempted
-had been whole.
+had been whole and of mean length.
 """
 
 import json
@@ -34,15 +34,13 @@ def measure() -> list[dict[str, Any]]:
         settings = {"model": str(demo_model_folder()), "args": ours["chosen"]["args"]}
         env = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": _KV_GIB, **ours["chosen"]["env"]}
         theirs = run_peer("chat", folder, settings, env)
-    prompts = ours["report"]["prompt_tokens"]
     return [
-        _line("bulkgen", ours, prompts, ours["report"]["kv_usage_mean"]),
-        _line("file order", theirs, prompts, None),
+        _line("bulkgen", ours, ours["report"]["kv_usage_mean"]),
+        _line("file order", theirs, None),
     ]
 
 
-def _line(way: str, taken: Taken, prompt_tokens: int, kv_usage: float | None) -> dict[str, Any]:
-    tokens = prompt_tokens + taken["output_tokens"]
+def _line(way: str, taken: Taken, kv_usage: float | None) -> dict[str, Any]:
     return {
         "way": way,
         "rows": ROWS,
@@ -50,7 +48,7 @@ def _line(way: str, taken: Taken, prompt_tokens: int, kv_usage: float | None) ->
         "output_tokens": taken["output_tokens"],
         "steps": taken["steps"],
         "preemptions": taken["preemptions"],
-        "recomputed_share": taken["preemptions"] * tokens / ROWS / tokens,
+        "recomputed_share": taken["preemptions"] / ROWS,
         "kv_usage": kv_usage,
     }
 
