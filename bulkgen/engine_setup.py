@@ -13,7 +13,7 @@ from bulkgen.engine import EngineSettings
 from bulkgen.engine.devices import Share, divide, gpus_here, runs_on_cpu, vllm_version
 from bulkgen.errors import SpecError
 from bulkgen.plan import BLOCK_SIZES, Plan, Workload, measure
-from bulkgen.profiles import Profile, WorkShape, cpu_speed, load_profile, load_tuned, nearest
+from bulkgen.profiles import Profile, Tuned, WorkShape, cpu_speed, load_profile, load_tuned, nearest
 from bulkgen.prompt import Model
 from bulkgen.replica import Work
 from bulkgen.rundir import RunDir
@@ -95,9 +95,8 @@ def fit_engine(spec: JobSpec, model: Model, plan: Plan) -> Fit:
     """
     if spec.engine.kind == "vllm":
         return fit_rows(spec, model, measured_rows(spec, plan), device_here())
-    if not load_tuned(tuned_key(spec, model)):
-        return Fit()
-    return Fit(_found_best(spec, model, measured_rows(spec, plan), None).settings())
+    found = load_tuned(tuned_key(spec, model))
+    return Fit(_best(found, measured_rows(spec, plan)).settings()) if found else Fit()
 
 
 def measured_rows(spec: JobSpec, plan: Plan) -> Rows:
@@ -107,12 +106,12 @@ def measured_rows(spec: JobSpec, plan: Plan) -> Rows:
 
 def fit_rows(spec: JobSpec, model: Model, rows: Rows, device: Device, measured: Measured | None = None) -> Fit:
     """As `fit`; for a model that is not known, what can be said without it."""
+    best = _found_best(spec, model, rows, device) if measured is None else measured
     try:
-        return fit(spec, model, rows, device, measured)
+        return fit(spec, model, rows, device, best)
     except Exception as e:
         # What the arithmetic does not know may be known to the engine; nobody's job should end for advice.
         place = Place(device=device, bfloat16=computes_bfloat16())
-        best = _found_best(spec, model, rows, device) if measured is None else measured
         settings = resolve(spec.engine.vllm_args(), rows.demand(), place, model.context_length, best)
         reason = str(e) if isinstance(e, SpecError) else f"{type(e).__name__}: {e}"
         return Fit(settings, note=f"nothing is known of this model's KV cache ({reason}); vLLM decides by itself")
@@ -150,9 +149,13 @@ def fit(spec: JobSpec, model: Model, rows: Rows, device: Device, measured: Measu
     return Fit(serving.settings, serving, key)
 
 
-def _found_best(spec: JobSpec, model: Model, rows: Rows, device: Device | None) -> Measured:
+def _found_best(spec: JobSpec, model: Model, rows: Rows, device: Device) -> Measured:
     """What `bulkgen tune` has kept for rows like these."""
-    tuned = nearest(load_tuned(tuned_key(spec, model, device)), WorkShape.of(rows))
+    return _best(load_tuned(tuned_key(spec, model, device)), rows)
+
+
+def _best(found: Sequence[Tuned], rows: Rows) -> Measured:
+    tuned = nearest(found, WorkShape.of(rows))
     return Measured() if tuned is None else tuned.measured()
 
 

@@ -310,7 +310,8 @@ def test_a_template_process_that_is_killed_loses_and_swaps_no_row(kills: set[int
                 os.kill(pid, signal.SIGKILL)
         looked += 1
 
-    rows = [{"p": f"row {i}"} for i in range(700)]
+    # More than the eightfold of what a pipe holds, so that the answers come in that many pieces at least.
+    rows = [{"p": f"row {i}{' word' * 160}"} for i in range(700)]
     out = r.render(RowBatch(0, "in.jsonl", range(1, 701), rows), kill)
     assert looked > max(kills)
     assert [r.text(x.tokens) for x in out if isinstance(x, Prompt)] == [row["p"] for row in rows]

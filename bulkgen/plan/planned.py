@@ -313,10 +313,14 @@ class Plan:
 
     def lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Prompt tokens and output budgets of all rows that are `sent`, in the order of the shards."""
+        rows = self.index()
+        rows = rows[self.sent[rows["ordinal"]]]
+        return rows["prompt_tokens"].astype(np.int64), rows["max_tokens"].astype(np.int64)
+
+    def index(self) -> npt.NDArray[np.void]:
+        """All rows that were not refused, in ROW_TYPE, in the order of the shards."""
         rows = [self._index(shard.bucket)[shard.first : shard.first + shard.rows] for shard in self.shards]
-        whole = np.concatenate(rows) if rows else np.empty(0, ROW_TYPE)
-        whole = whole[self.sent[whole["ordinal"]]]
-        return whole["prompt_tokens"].astype(np.int64), whole["max_tokens"].astype(np.int64)
+        return np.concatenate(rows) if rows else np.empty(0, ROW_TYPE)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All rows that were not refused, in PLAN_SCHEMA, one batch of a bucket at a time.

@@ -163,14 +163,7 @@ class Trials:
 
 def _in_sampling_order(plan: Plan) -> npt.NDArray[np.int64]:
     """Ordinals of the rows that a run would send: the first of them, however many, are a stratified sample."""
-    batches = [
-        np.stack([batch.column("ordinal").to_numpy(), np.diff(batch.column("tokens").offsets.to_numpy())], axis=1)
-        for batch in plan.batches()
-    ]
-    budgets = [batch.column("max_tokens").to_numpy() for batch in plan.batches()]
-    rows = np.concatenate([np.empty((0, 2), np.int64), *batches])
-    budget = np.concatenate([np.empty(0, np.int64), *budgets])
-    order = stratified(rows[:, 1], budget, _SEED)
-    ordinals = rows[order, 0]
+    rows = plan.index()
+    ordinals = rows["ordinal"][stratified(rows["prompt_tokens"], rows["max_tokens"], _SEED)]
     found: npt.NDArray[np.int64] = ordinals[plan.sent[ordinals]]
     return found
