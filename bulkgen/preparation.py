@@ -182,6 +182,19 @@ def plan_rows(
         raise
 
 
+def plan_aside(
+    spec: JobSpec,
+    dataset: DataSet,
+    model: Model,
+    folder: Path,
+    check_stop: Callable[[], None],
+    show: Callable[[int, int], None],
+) -> Plan:
+    """As `plan_rows`, to look at the plan and not to run it: in a folder of its own, however many rows are refused."""
+    no_limit = FailureLimit(share=1.0)
+    return plan_rows(spec, dataset, model, RunDir(folder), {"made_from": ""}, no_limit, check_stop, show)
+
+
 def answers_shaped_by(spec: JobSpec, model: Model) -> str:
     """What shapes the answers of all rows, beside what each asks: model and settings, the same in all runs."""
     return json.dumps([model.fingerprint, spec.engine.answer_settings()], sort_keys=True)

@@ -10,7 +10,8 @@ from bulkgen.feed.admission import Admission, Candidate
 from bulkgen.feed.expected_output import OutputLengths
 from bulkgen.feed.inside import Inside
 from bulkgen.feed.order import feed_order, row_order, shard_order, strewn
-from bulkgen.feed.simulation import Counts, Run, SimulatedLimits, SimulatedRow, ToppedUp, simulate
+from bulkgen.feed.simulated_run import Counts, Run
+from bulkgen.feed.simulation import SimulatedLimits, SimulatedRow, ToppedUp, simulate
 from bulkgen.records import EngineLimits, EngineStats
 
 # 80 GB with a model of 7 billion parameters in 16 bits leave about 55 GB to the KV cache. A token takes 2 x layers x

@@ -3,15 +3,13 @@
 The rows are read, rendered and counted as a run does it, into a plan that is thrown away.
 """
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from bulkgen.dataset import DataSet
 from bulkgen.engine_setup import (
     block_sizes,
     cpu_here,
@@ -23,15 +21,12 @@ from bulkgen.engine_setup import (
 )
 from bulkgen.errors import EngineError, SpecError
 from bulkgen.known import KnownAnswers
-from bulkgen.limits import FailureLimit
 from bulkgen.plan import Phases, Plan, Workload, measure
-from bulkgen.preparation import check_output, open_data, open_job_model, plan_rows, refuse_empty
+from bulkgen.preparation import check_output, open_data, open_job_model, plan_aside, refuse_empty
 from bulkgen.prompt import Model
 from bulkgen.rundir import RunDir
 from bulkgen.sizing import Device, Range, Rows, Serving, find_device
 from bulkgen.spec import JobSpec
-
-_NO_LIMIT = FailureLimit(share=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +80,8 @@ def look_ahead(
     check_output(spec, RunDir.of_output(spec.output_path))
     known = KnownAnswers(spec, say)
     known.check()
-    with _planned(spec, dataset, model, show, check_stop) as plan:
+    with tempfile.TemporaryDirectory(prefix="bulkgen-plan-") as folder:
+        plan = plan_aside(spec, dataset, model, Path(folder), check_stop, show)
         reused = _spare_known(plan, known, check_stop)
         workload = measure(
             plan, spec.sampling.constants(), block_sizes=block_sizes(spec), expected_output=expected_output
@@ -147,18 +143,3 @@ def _too_little(spec: JobSpec) -> str | None:
     except EngineError as e:
         return str(e)
     return None
-
-
-@contextlib.contextmanager
-def _planned(
-    spec: JobSpec,
-    dataset: DataSet,
-    model: Model,
-    show: Callable[[int, int], None],
-    check_stop: Callable[[], None],
-) -> Iterator[Plan]:
-    """A plan of the job in a folder of its own, for as long as it is looked at."""
-    with tempfile.TemporaryDirectory(prefix="bulkgen-plan-") as folder:
-        run = RunDir(Path(folder))
-        facts = {"made_from": ""}
-        yield plan_rows(spec, dataset, model, run, facts, _NO_LIMIT, check_stop, show)

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from bulkgen.engine_setup import Fit, device_here, measured_rows, tuned_key
 from bulkgen.errors import SpecError
-from bulkgen.limits import FailureLimit
-from bulkgen.preparation import open_data, open_job_model, plan_rows, refuse_empty
+from bulkgen.preparation import open_data, open_job_model, plan_aside, refuse_empty
 from bulkgen.profiles import Tuned, WorkShape, keep_tuned
 from bulkgen.prompt import Model
 from bulkgen.report import Progress, ProgressState
-from bulkgen.rundir import RunDir
 from bulkgen.secrecy import keep_secret
 from bulkgen.sizing import Architecture, Rows, Setting, physical_cores
 from bulkgen.spec import JobSpec
@@ -26,7 +24,6 @@ from bulkgen.tune.candidates import ANSWERS_CHANGE, RESOLVED, THREADS, Ground, p
 from bulkgen.tune.halving import Findings, Halving, TimeOver
 from bulkgen.tune.trials import Trials
 
-_NO_LIMIT = FailureLimit(share=1.0)
 # Of the budget, what the first sample should take: it is measured many times, and larger ones follow.
 _FIRST_SHARE = 0.1
 _FIRST_ROWS, _LEAST_ROWS = 256, 16
@@ -73,14 +70,11 @@ def tune_job(spec: JobSpec, budget_s: float, allow: Sequence[str], progress: Pro
             with stop.at_once():
                 progress.stage("planning")
                 dataset, model = open_data(spec), open_job_model(spec, progress.say)
-                whole = RunDir(Path(folder) / "whole")
-                plan = plan_rows(
+                plan = plan_aside(
                     spec,
                     dataset,
                     model,
-                    whole,
-                    {"made_from": ""},
-                    _NO_LIMIT,
+                    Path(folder) / "whole",
                     check,
                     lambda rows, refused: progress.update(ProgressState(rows=rows, refused=refused)),
                 )
