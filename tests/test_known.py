@@ -122,6 +122,16 @@ class TestCacheOverRuns:
         assert sources(job) == {"engine": 30}
         assert len(job.committed_keys()) == 30 + cut
 
+    def test_nor_are_rows_that_ask_the_same_as_one_of_those(self, make_cached: MakeJob) -> None:
+        """Else a row could follow one that is done with the answer that is not wanted, and nobody would do it."""
+        job = make_cached(asked(0, 6), sampling=GREEDY | {"max_tokens": 2})
+        assert job.run().code == 0
+        job.write([row | {"id": row["id"] + 100} for row in asked(0, 6)] + asked(0, 6))
+        ended = job.run("--retry", "truncated", "--for", "20s")
+        assert ended.code == 0, ended.err
+        assert len(job.rows()) == 12
+        assert {row["answer_from"] for row in job.rows() if row["finish_reason"] == "length"} == {"engine", "repeat"}
+
     def test_failed_rows_are_not_kept(self, make_cached: MakeJob) -> None:
         first = make_cached(asked(0, 12), engine={"stub": {"poison": ["number 3"]}})
         second = make_cached(asked(0, 12))

@@ -61,7 +61,10 @@ class KnownAnswers:
     def answer(
         self, plan: Plan, but: Ordinals, settings_key: str, check_stop: Callable[[], None]
     ) -> Iterator[AnsweredRows]:
-        """The pending rows of a plan that have a known answer, those of `but` left out, in parts of a good size."""
+        """The pending rows of a plan that have a known answer, in parts of a good size.
+
+        The answers to the rows of `but` are not wanted: neither they nor rows with their requests are among them.
+        """
         rows = _Pending(plan, but)
         part = _Part(plan, settings_key, self._spec.output.commit_rows)
         for answer_from, answers in self._found(rows):
@@ -128,7 +131,8 @@ class _Pending:
     def __init__(self, plan: Plan, but: Ordinals) -> None:
         ordinals, shards, keys = plan.pending_requests()
         order = np.argsort(keys, kind="stable")
-        order = order[~np.isin(ordinals[order], but)]
+        # With them all rows that ask the same: rows with one request are done together, or one follows nobody.
+        order = order[~np.isin(keys[order], keys[np.isin(ordinals, but)])]
         self.ordinals, self.shards, self.keys = ordinals[order], shards[order], keys[order]
         self._open = np.ones(len(order), bool)
 
