@@ -1,19 +1,25 @@
 """Answers of other runs: from the job's cache, and from earlier outputs."""
 
+import errno
 import json
 import sqlite3
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from bulkgen.errors import OutputError, SpecError
+from bulkgen.known import KnownAnswers
 from bulkgen.known.cache import AnswerCache
+from bulkgen.spec import load_spec
 from tests.harness import Job, bulkgen
 
 MakeJob = Callable[..., Job]
@@ -206,6 +212,30 @@ class TestBadCaches:
         assert later.run().code == 0
         assert sources(later) == {"cache": 7}
 
+    def test_one_that_became_another_versions_meanwhile(self, make_cached: MakeJob, tmp_path: Path) -> None:
+        """What is found out about a cache once engines work ends no run."""
+        self.remake(tmp_path / "answers.cache")
+        said: list[str] = []
+        known = KnownAnswers(load_spec(make_cached(asked(0, 5)).path), said.append)
+        assert not known.remember([], lambda: None)
+        assert "another version" in said[0]
+        job = make_cached(asked(0, 5), engine={"stub": {"start_s": 3}})
+        (tmp_path / "answers.cache").unlink()
+        run = job.start()
+        while not job.run_folder.exists() or not job.manifest("plan"):
+            time.sleep(0.02)
+        self.remake(tmp_path / "answers.cache")
+        said_by_run = run.communicate(timeout=60)[0]
+        assert run.returncode == 0, said_by_run
+        assert "another version" in said_by_run
+        assert_right(job, range(5))
+
+    def remake(self, path: Path) -> None:
+        AnswerCache(path, 1 << 20, private=True).close()
+        with sqlite3.connect(path) as db:
+            db.execute("PRAGMA user_version = 99")
+        db.close()
+
     def test_looking_into_it_makes_none(self, make_cached: MakeJob, tmp_path: Path) -> None:
         job = make_cached(asked(0, 5))
         assert bulkgen("plan", str(job.path)).code == 0
@@ -232,23 +262,86 @@ class TestAnswerCache:
         self.cache(tmp_path / "c")
         assert (tmp_path / "c").stat().st_mode & 0o077 == 0
 
+    def test_that_others_may_look_into_is_closed_to_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        AnswerCache(tmp_path / "c", 1 << 20, private=False).close()
+        (tmp_path / "c").chmod(0o664)
+        AnswerCache(tmp_path / "c", 1 << 20, private=False).close()
+        assert (tmp_path / "c").stat().st_mode & 0o777 == 0o664
+        self.cache(tmp_path / "c").put(self.answers(range(1)))
+        assert (tmp_path / "c").stat().st_mode & 0o777 == 0o600
+        # Another's cache, which only they could close, is read all the same.
+        (tmp_path / "c").chmod(0o644)
+        monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError(errno.EPERM, "not yours")))
+        assert self.found(self.cache(tmp_path / "c"), range(2)) == {0}
+        with pytest.raises(OutputError, match="others may look into"):
+            self.cache(tmp_path / "c").put(self.answers(range(1, 2)))
+        assert self.found(self.cache(tmp_path / "c"), range(2)) == {0}
+
+    def test_damage_serves_no_other_answer(self, tmp_path: Path) -> None:
+        """SQLite keeps no checksums: an index that points to another row is as good as a whole one to it."""
+        cache = self.cache(tmp_path / "c")
+        cache.put(self.answers(range(10)))
+        with sqlite3.connect(tmp_path / "c") as db:
+            db.execute("UPDATE answers SET answer = (SELECT answer FROM answers WHERE substr(key, -1) = x'07')")
+            db.execute("UPDATE answers SET answer = 'text', used = 'now' WHERE substr(key, -1) = x'03'")
+            db.execute("UPDATE answers SET answer = 7, used = x'00' WHERE substr(key, -1) = x'04'")
+        db.close()
+        assert self.found(cache, range(10)) == {7}
+
+    def test_damage_that_sqlite_quotes(self, tmp_path: Path) -> None:
+        self.cache(tmp_path / "c").close()
+        data = (tmp_path / "c").read_bytes()
+        (tmp_path / "c").write_bytes(data.replace(b"used DESC", b"used DES\xff"))
+        with pytest.raises(OutputError, match="cannot be used"):
+            self.found(self.cache(tmp_path / "c"), range(1))
+
+    def test_it_never_holds_more_than_it_may(self, tmp_path: Path) -> None:
+        """Else a killed run would leave it as large as it had become, and a large one would fill the disk."""
+        cache = self.cache(tmp_path / "c", 1_000_000)
+        largest = 0
+
+        def watched() -> Iterator[tuple[bytes, dict[str, Any]]]:
+            nonlocal largest
+            for answer in self.answers(range(30_000)):
+                largest = max(largest, (tmp_path / "c").stat().st_size)
+                yield answer
+
+        cache.put(watched())
+        assert largest < 2_000_000
+        assert 4000 < len(self.found(cache, range(30_000))) < 8000
+
+    def test_what_cannot_be_written_holds_nobody_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A use that cannot be noted is not noted: no others wait for it, and it is not tried over and over."""
+        monkeypatch.setattr("bulkgen.known.cache._PATIENCE_S", 0.5)
+        cache = self.cache(tmp_path / "c")
+        cache.put(self.answers(range(3000)))
+        with closing(sqlite3.connect(tmp_path / "c", isolation_level=None)) as other:
+            other.execute("UPDATE answers SET used = 0")
+            reading = other.execute("SELECT key FROM answers")
+            reading.fetchone()
+            began = time.monotonic()
+            assert len(self.found(cache, range(3000))) == 3000
+            assert time.monotonic() - began < 2
+            reading.close()
+        third = self.cache(tmp_path / "c")
+        third.put(self.answers(range(3000, 3001)))
+
     def test_those_not_used_for_longest_go_first(self, tmp_path: Path) -> None:
         cache = self.cache(tmp_path / "c", 20_000)
-        cache.put(self.answers(range(1000)))
+        self.cache(tmp_path / "c").put(self.answers(range(1000)))
         with sqlite3.connect(tmp_path / "c") as db:
             db.execute("UPDATE answers SET used = used - 100000")
         db.close()
         assert self.found(cache, range(20)) == set(range(20))
-        cache.shrink()
+        cache.put([])
         left = self.found(cache, range(1000))
         assert set(range(20)) <= left
         assert 60 < len(left) < 200
 
     def test_it_gives_room_back(self, tmp_path: Path) -> None:
-        cache = self.cache(tmp_path / "c", 50_000)
-        cache.put(self.answers(range(5000)))
+        self.cache(tmp_path / "c").put(self.answers(range(5000)))
         large = (tmp_path / "c").stat().st_size
-        cache.shrink()
+        self.cache(tmp_path / "c", 50_000).put([])
         assert (tmp_path / "c").stat().st_size < large / 4
 
     def test_many_write_and_read_at_once(self, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class KnownAnswers:
                 for found in cache.find(rows.keys_left()):
                     if found:
                         yield _as_table(found)
-        except OutputError as e:
+        except (OutputError, SpecError) as e:  # the latter where it became another's since `check`
             self._say(f"{e}; what is not found in it is generated")
 
     def remember(self, parts: Sequence[CommittedPart], check_stop: Callable[[], None]) -> bool:
@@ -115,8 +115,7 @@ class KnownAnswers:
         try:
             with closing(self._cache(path)) as cache:
                 cache.put(_answers_of(parts, check_stop))
-                cache.shrink()
-        except OutputError as e:
+        except (OutputError, SpecError) as e:
             self._say(f"{e}; the results are safe, but later runs may have to compute them again")
             return False
         return True

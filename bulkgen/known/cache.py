@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sqlite3
+import stat
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,12 +45,14 @@ class AnswerCache:
     """Answers by request key, `max_bytes` of them at most; those that were not used for longest go first."""
 
     def __init__(self, path: Path, max_bytes: int, private: bool) -> None:
-        """Open the cache, or make it, for its owner alone if `private`.
+        """Open the cache, or make it. If `private`, nothing is put into one that others may look into.
 
         Raises SpecError for a file that is something else, OutputError where the system does not allow it.
         """
         self.path = path
         self._max_bytes = max_bytes
+        self._private = private
+        self._marks_uses = True
         with self._speaking():
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,30 +106,61 @@ class AnswerCache:
         for some in _batched(keys, _KEYS_AT_ONCE):
             with self._speaking():
                 places = ",".join("?" * len(some))
-                found = self._db.execute(f"SELECT key, answer, used FROM answers WHERE key IN ({places})", some)
+                found = self._db.execute(
+                    f"SELECT key, answer, used < ? FROM answers WHERE key IN ({places})",
+                    (time.time() - _USE_IS_NEW_S, *some),
+                )
                 rows = found.fetchall()
-                self._mark_used([key for key, _, used in rows if used < time.time() - _USE_IS_NEW_S])
-            answers = {bytes(key): _read(answer) for key, answer, _ in rows}
+                self._mark_used([key for key, _, used_long_ago in rows if used_long_ago])
+            answers = {key: _read(key, answer) for key, answer, _ in rows if isinstance(key, bytes)}
             yield {key: answer for key, answer in answers.items() if answer is not None}
 
     def _mark_used(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            # A cache that may only be read is as good.
-            with contextlib.suppress(sqlite3.Error), self._writing():
+        if not keys or not self._marks_uses:
+            return
+        try:
+            with self._writing():
                 now = int(time.time())
                 self._db.executemany("UPDATE answers SET used = ? WHERE key = ?", [(now, key) for key in keys])
+        except sqlite3.Error:
+            # A cache that may only be read is as good, and so is one that others hold: one wait for them is enough.
+            self._marks_uses = False
 
     def put(self, answers: Iterable[tuple[bytes, Answer]]) -> None:
-        """Keep answers; they replace those under the same keys. Raises OutputError."""
+        """Keep answers; they replace those under the same keys, and others go where they are too many.
+
+        Raises OutputError.
+        """
+        if self._private:
+            self._close_to_others()
+        unchecked = 0
         for some in _batched(answers, _ANSWERS_AT_ONCE):
             now = int(time.time())
-            told = [(key, zlib.compress(json.dumps(answer).encode(), 1)) for key, answer in some]
+            told = [(key, _packed(key, answer)) for key, answer in some]
             rows = [(key, answer, len(answer) + _ROW_BYTES, now) for key, answer in told]
             with self._speaking(), self._writing():
                 self._db.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", rows)
+            unchecked += sum(size for _, _, size, _ in rows)
+            if unchecked > (1 - _FILL) * self._max_bytes:
+                self._shrink()
+                unchecked = 0
+        self._shrink()
 
-    def shrink(self) -> None:
-        """Let answers go until the rest takes less than `max_bytes`. Raises OutputError."""
+    def _close_to_others(self) -> None:
+        """Take the rights of others from it, which a run that may share its rows has left them."""
+        with self._speaking():
+            mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & 0o077:
+            try:
+                self.path.chmod(mode & ~0o077)
+            except OSError as e:
+                raise OutputError(
+                    f"{self.path}: others may look into this answer cache ({e.strerror or e}), so nothing was put in; "
+                    "set output.private: false where that is in order, or choose another cache.path"
+                ) from e
+
+    def _shrink(self) -> None:
+        """Let answers go until the rest takes less than `max_bytes`."""
         with self._speaking():
             if self._bytes() <= self._max_bytes:
                 return
@@ -154,17 +188,18 @@ class AnswerCache:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")  # which others may keep it from
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
         """Turns what the system or SQLite say into an OutputError that names the file."""
         try:
             yield
-        except (OSError, sqlite3.Error) as e:
+        except (OSError, UnicodeDecodeError, sqlite3.Error) as e:  # the second one where it quotes a damaged file
             reason = e.strerror or e if isinstance(e, OSError) else e
             raise OutputError(f"{self.path}: the answer cache cannot be used ({reason})") from e
 
@@ -175,10 +210,14 @@ def _batched(values: Iterable[_T], most: int) -> Iterator[list[_T]]:
         yield some
 
 
-def _read(stored: bytes) -> Answer | None:
-    """An answer as it was put; None for one that is damaged: it is as if it were not there."""
+def _packed(key: bytes, answer: Answer) -> bytes:
+    return zlib.compress(json.dumps([key.hex(), answer]).encode(), 1)
+
+
+def _read(key: bytes, stored: bytes) -> Answer | None:
+    """An answer as it was put; None for what is damaged, or is not under its own key: it is as if it were not there."""
     try:
-        answer = json.loads(zlib.decompress(stored))
-    except (ValueError, zlib.error):
+        own, answer = json.loads(zlib.decompress(stored))
+    except (TypeError, ValueError, zlib.error):
         return None
-    return answer if isinstance(answer, dict) else None
+    return answer if own == key.hex() and isinstance(answer, dict) else None
