@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -106,7 +107,16 @@ class TestCacheOverRuns:
             {"engine": {"dtype": "float32"}},
             {"input": {"system": "Be brief."}},
         ],
-        ids=["drawn anew", "another budget", "a seed for each row", "another model", "another type", "another prompt"],
+        ids=[
+            "drawn anew",
+            "another budget",
+            "a seed for each row",
+            "another model",
+            "another type",
+            "weights made up",
+            "another length",
+            "another prompt",
+        ],
     )
     def test_another_request_has_another_answer(self, make_cached: MakeJob, spec: dict[str, Any]) -> None:
         first, second = make_cached(asked(0, 10)), make_cached(asked(0, 10), **spec)
@@ -403,6 +413,41 @@ class TestReuse:
         names = ("text", "samples", "logprobs", "finish_reason", "prompt_tokens", "output_tokens", "warnings")
         assert [[r[n] for n in names] for r in first.rows()] == [[r[n] for n in names] for r in second.rows()]
         assert whole(second)["answers"] == 24
+
+    def test_columns_of_the_input_are_no_part_of_an_answer(self, make_job: MakeJob) -> None:
+        """They may have names that a result has in other jobs, or has only on the way."""
+        own = {"answers": [4], "valid": True, "samples": ["a", "b"], "logprobs": "none"}
+        first = make_job([row | own for row in asked(0, 6)], sampling=GREEDY)
+        assert first.run().code == 0
+        second = make_job(asked(0, 6), sampling=GREEDY, reuse=[str(first.output)])
+        ended = second.run()
+        assert ended.code == 0, ended.err
+        assert sources(second) == {"reuse": 6}
+        assert whole(second)["answers"] == 6
+        part = pq.read_table(second.run_folder / "parts" / second.manifest("part")[0]["name"])
+        assert {value for name in ("samples", "logprobs", "valid") for value in part[name].to_pylist()} == {None}
+
+    def test_written_once_more_by_something_else(self, make_job: MakeJob, tmp_path: Path) -> None:
+        first = make_job(seeded(0, 6), sampling=SEVERAL)
+        assert first.run().code == 0
+        edited = tmp_path / "edited.parquet"
+        pl.read_parquet(first.output).with_columns(pl.col("status").cast(pl.Categorical)).write_parquet(edited)
+        second = make_job(seeded(0, 6), sampling=SEVERAL, reuse=[str(edited)])
+        assert second.run().code == 0
+        assert sources(second) == {"reuse": 6}
+        names = ("text", "samples", "logprobs", "finish_reason", "prompt_tokens", "output_tokens", "warnings")
+        assert [[r[n] for n in names] for r in first.rows()] == [[r[n] for n in names] for r in second.rows()]
+
+    @pytest.mark.parametrize("keys", [pa.array(range(6)), pa.array([b"\xff" * 32] * 6), pa.array([[1]] * 6)])
+    def test_keys_that_are_no_texts(self, make_job: MakeJob, tmp_path: Path, keys: pa.Array) -> None:
+        first = make_job(asked(0, 6), sampling=GREEDY)
+        assert first.run().code == 0
+        table, edited = pq.read_table(first.output), tmp_path / "edited.parquet"
+        pq.write_table(table.set_column(table.column_names.index("request_key"), "request_key", keys), edited)
+        second = make_job(asked(0, 6), sampling=GREEDY, reuse=[str(edited)])
+        ended = second.run()
+        assert ended.code == 0, ended.err
+        assert sources(second) == {"engine": 6}
 
     def test_one_that_is_not_there_or_no_output(self, make_job: MakeJob, tmp_path: Path) -> None:
         foreign, broken = tmp_path / "foreign.parquet", tmp_path / "broken.parquet"

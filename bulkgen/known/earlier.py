@@ -1,5 +1,6 @@
 """Answers in outputs of earlier runs, their own or other jobs': found by the request key that stands in each row."""
 
+from binascii import unhexlify
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bulkgen.records import DONE, REQUEST_KEY_BYTES
+from bulkgen.records import DONE, EXTRA_COLUMNS, REQUEST_KEY_BYTES
 from bulkgen.results import ANSWER_SCHEMA, TEXT_COLUMN, open_parquet, output_files, reading
 
 _KEY = "request_key"
+# Columns of an answer that each output has, beside its text.
+_ALWAYS = ("finish_reason", "prompt_tokens", "output_tokens", "warnings")
 _ROWS_AT_ONCE = 8192
 _CURE = "restore it, or take it out of reuse"
 
@@ -30,52 +33,55 @@ def answers_in(file: Path, text_column: str, wanted: npt.NDArray[np.bytes_]) -> 
     with reading(file, _CURE):
         schema = pq.read_schema(file)
     text = (schema.metadata or {}).get(TEXT_COLUMN, text_column.encode()).decode(errors="replace")
-    needed = {_KEY, "status", text, "finish_reason", "prompt_tokens", "output_tokens", "warnings"}
-    return _answers(file, text, wanted, schema) if needed <= set(schema.names) else None
+    columns = {"text": text} | {name: name for name in _ALWAYS}
+    if not {"status", _KEY, *columns.values()} <= set(schema.names):
+        return None
+    # What stands before the text is the input's own, whatever its name.
+    results = schema.names[schema.names.index(text) :]
+    return _answers(file, wanted, columns | {name: name for name in EXTRA_COLUMNS if name in results})
 
 
-def _answers(file: Path, text: str, wanted: npt.NDArray[np.bytes_], schema: pa.Schema) -> Iterator[pa.Table]:
-    known = {"text": text} | {name: name for name in ANSWER_SCHEMA.names if name in schema.names and name != "text"}
+def _answers(file: Path, wanted: npt.NDArray[np.bytes_], columns: dict[str, str]) -> Iterator[pa.Table]:
+    """`columns` are those of an answer, by their names in ANSWER_SCHEMA."""
     with reading(file, _CURE), open_parquet(file) as source:
-        for batch in source.iter_batches(_ROWS_AT_ONCE, columns=["status", *known.values()]):
+        for batch in source.iter_batches(_ROWS_AT_ONCE, columns=["status", _KEY, *columns.values()]):
             rows = pa.table(batch).filter(pc.and_(pc.equal(batch["status"], DONE), pc.is_valid(batch[_KEY])))
-            keys = _bytes(rows[_KEY])
+            keys = _as_keys(rows[_KEY])
             place = np.minimum(np.searchsorted(wanted, keys), len(wanted) - 1)
-            hits = rows.filter(pa.array(wanted[place] == keys))
-            if hits.num_rows:
-                yield _as_answers(hits, known)
+            hits = np.flatnonzero(wanted[place] == keys)
+            if len(hits):
+                yield _as_answers(rows.take(pa.array(hits)), keys[hits], columns)
 
 
-def _as_answers(rows: pa.Table, known: dict[str, str]) -> pa.Table:
-    columns = []
-    for field in ANSWER_SCHEMA:
-        if field.name == _KEY:
-            columns.append(pa.array([bytes.fromhex(key) for key in rows[_KEY].to_pylist()], field.type))
-        elif field.name in known:
-            columns.append(rows[known[field.name]].cast(field.type))
-        elif field.name == "answers":
-            columns.append(_counted(rows))
-        else:
-            columns.append(pa.nulls(rows.num_rows, field.type))
-    return pa.Table.from_arrays(columns, schema=ANSWER_SCHEMA)
+def _as_answers(rows: pa.Table, keys: npt.NDArray[np.bytes_], columns: dict[str, str]) -> pa.Table:
+    known = {name: rows[column] for name, column in columns.items()}
+    known[_KEY] = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(REQUEST_KEY_BYTES), len(keys), [None, pa.py_buffer(keys)]
+    )
+    known["answers"] = _counted(known.get("samples"), len(keys))
+    return pa.Table.from_arrays(
+        [
+            known[field.name].cast(field.type) if field.name in known else pa.nulls(len(keys), field.type)
+            for field in ANSWER_SCHEMA
+        ],
+        schema=ANSWER_SCHEMA,
+    )
 
 
-def _counted(rows: pa.Table) -> pa.Array:
+def _counted(samples: pa.ChunkedArray | None, rows: int) -> pa.Array | pa.ChunkedArray:
     """Answers of each row: one where it has no list of them."""
-    if "samples" not in rows.column_names:
-        return pa.repeat(pa.scalar(1, pa.int32()), rows.num_rows)
-    return pc.fill_null(pc.list_value_length(rows["samples"]), 1).cast(pa.int32())
+    return pa.repeat(1, rows) if samples is None else pc.fill_null(pc.list_value_length(samples), 1)
 
 
-def _bytes(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
+def _as_keys(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
     """Request keys as they are compared; what is none is empty, which no key is."""
-    texts = column.to_pylist()
-    width = 2 * REQUEST_KEY_BYTES
-    return np.array([_unhex(text) if len(text) == width else b"" for text in texts], f"S{REQUEST_KEY_BYTES}")
+    texts = column.cast(pa.string()).cast(pa.binary()).to_pylist()  # no text at all is for `reading` to tell
+    return np.array([_unhex(text) for text in texts], f"S{REQUEST_KEY_BYTES}")
 
 
-def _unhex(text: str) -> bytes:
+def _unhex(text: bytes) -> bytes:
     try:
-        return bytes.fromhex(text)
+        key = unhexlify(text)
     except ValueError:
         return b""
+    return key if len(key) == REQUEST_KEY_BYTES else b""
