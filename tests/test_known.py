@@ -105,6 +105,8 @@ class TestCacheOverRuns:
             {"sampling": GREEDY | {"temperature": 0.5, "seed": 3}},
             {"engine": {"stub": {"seed": 1}}},
             {"engine": {"dtype": "float32"}},
+            {"engine": {"args": {"load_format": "dummy"}}},
+            {"engine": {"max_model_len": 512}},
             {"input": {"system": "Be brief."}},
         ],
         ids=[

@@ -170,10 +170,10 @@ class StubSpec(Section):
 _NO_VARIABLE = re.compile("[\0\ud800-\udfff]")
 
 
-# Of vLLM's settings those that say how and when an engine computes, never what. All others count as shaping answers.
+# Of vLLM's settings those that say how and when an engine computes, never what. All others count as shaping answers:
+# max_model_len, by which LongRoPE chooses its factors, and load_format, of which one makes weights up, among them.
 _HOW_ALONE = frozenset(
     (
-        "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
         "block_size",
@@ -197,7 +197,6 @@ _HOW_ALONE = frozenset(
         "max_num_partial_prefills",
         "max_long_partial_prefills",
         "long_prefill_token_threshold",
-        "load_format",
         "download_dir",
         "hf_token",
     )
