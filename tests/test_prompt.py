@@ -526,8 +526,32 @@ def test_the_context_length_that_a_config_names(tmp_path: Path, config: str, len
     assert open_model("m", None, write_model(tmp_path / "m", config)).context_length == length
 
 
-@pytest.mark.parametrize("file", ["vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "spiece.model"])
-def test_each_file_of_a_tokenizer_is_in_the_fingerprint(tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize("files", [1, 5])
+def test_another_checkpoint_of_a_model_is_another_model(tmp_path: Path, files: int) -> None:
+    """It has the same files, of the same names and sizes."""
+    folder, seen = write_model(tmp_path / "m"), set()
+    for layer in (None, 0, 7, 19):
+        for file in range(files):
+            weights = bytearray(2_000_000)
+            if layer is not None and file == files // 2:
+                weights[layer * 100_000 : (layer + 1) * 100_000] = b"\1" * 100_000
+            (folder / f"model-{file}.safetensors").write_bytes(weights)
+        seen.add(open_model("m", None, folder).fingerprint)
+    assert len(seen) == 4
+
+
+def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").symlink_to("gone")
+    with pytest.raises(SpecError, match="cannot be read"):
+        open_model("m", None, folder)
+
+
+FILES = ["vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "spiece.model", "generation_config.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_file_that_shapes_tokens_or_ends_answers_is_in_the_fingerprint(tmp_path: Path, file: str) -> None:
     folder = write_model(tmp_path / "m")
     seen = {open_model("m", None, folder).fingerprint}
     for text in ("a", "b"):

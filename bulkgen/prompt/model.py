@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+# Which tokens end an answer, for vLLM.
+_ENDINGS = "generation_config.json"
+# Of weights only pieces are read, spread evenly over all files: reading them whole would take longer than many a job.
+# Training changes nearly every part of them.
+_PIECES, _PIECE_BYTES = 512, 1024
 _STUB_CONTEXT = 1 << 20
 
 
@@ -52,7 +58,9 @@ def open_model(name: str, revision: str | None, folder: Path | None) -> Model:
     if folder is not None:
         path = str(folder.absolute())
         config = _config(name, folder / "config.json")
-        return Model(path, _fingerprint(folder), _context_length(config), lambda: HubTokenizer(path, None), config)
+        return Model(
+            path, _fingerprint(name, folder), _context_length(config), lambda: HubTokenizer(path, None), config
+        )
     file = _from_hub(name, revision)
     # The hub's cache keeps files under the commit that they belong to, whatever branch was asked for.
     commit = file.parent.name
@@ -91,12 +99,25 @@ def _context_length(config: dict[str, Any]) -> int | None:
     return None
 
 
-def _fingerprint(folder: Path) -> str:
+def _fingerprint(name: str, folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in ("config.json", *_TOKENIZER_FILES):
-        if (folder / name).is_file():
-            digest.update(name.encode() + b"\0" + hashlib.blake2b((folder / name).read_bytes()).digest())
-    # Reading weights would take longer than many a job; a changed model nearly always changes in size or name too.
-    for weights in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")]):
-        digest.update(f"{weights.name}\0{weights.stat().st_size}\0".encode())
+    try:
+        for file in ("config.json", _ENDINGS, *_TOKENIZER_FILES):
+            if (folder / file).is_file():
+                digest.update(file.encode() + b"\0" + hashlib.blake2b((folder / file).read_bytes()).digest())
+        weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")])
+        for path in weights:
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            for piece in _pieces(path, size, -(-_PIECES // len(weights))):
+                digest.update(piece)
+    except OSError as e:
+        raise SpecError(f"model {name!r}: {e.filename or folder} cannot be read ({e.strerror or e})") from e
     return digest.hexdigest()
+
+
+def _pieces(path: Path, size: int, count: int) -> Iterator[bytes]:
+    """So many pieces of a file, the first and the last among them."""
+    with path.open("rb") as file:
+        for number in range(count):
+            yield os.pread(file.fileno(), _PIECE_BYTES, max(0, size - _PIECE_BYTES) * number // max(1, count - 1))
