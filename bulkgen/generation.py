@@ -317,11 +317,16 @@ class Generation:
         self._backlog.put_back(lots_of(seat.inquest.give_up()))
         if any(s.state != "dead" for s in self._seats):
             self._say(f"replica {number} died ({words}); going on without it")
-        elif self._rows_before and len(self._with_followers(accused)) == self._rows_left:
+        elif self._worked_before() and len(self._with_followers(accused)) == self._rows_left:
             # Earlier starts did all the others with this model and these settings.
             self._convict(accused)
         else:
             raise EngineError(self._obituary(number, words))
+
+    def _worked_before(self) -> bool:
+        """Whether an engine of an earlier start did rows; answers that other runs gave say nothing of it."""
+        parts = self._manifest.of("part")
+        return any(part["done"] and part["replica"] >= 0 and part["start"] < self._start for part in parts)
 
     def _obituary(self, number: int, words: str) -> str:
         seat = self._seats[number]

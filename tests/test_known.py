@@ -158,6 +158,15 @@ class TestCacheOverRuns:
         assert sources(second) == {"cache": 11, "engine": 1}
         assert_right(second, range(12))
 
+    def test_they_say_nothing_for_an_engine_that_dies(self, make_cached: MakeJob) -> None:
+        """Other engines gave them: that this one does no row at all need not lie in the row that is left."""
+        first = make_cached(asked(0, 9))
+        second = make_cached(asked(0, 10), engine={"stub": {"poison": ["question"]}, "max_restarts": 1})
+        assert first.run().code == 0
+        ended = second.run()
+        assert ended.code == 4, ended.err
+        assert not [part for part in second.manifest("part") if part["failed"]]
+
     def test_what_a_killed_run_had_done_is_kept_by_the_next_start(self, make_cached: MakeJob) -> None:
         first = make_cached(asked(0, 40), engine={"stub": {"die_at": [15] * 9}, "max_restarts": 0})
         assert first.run().code != 0
