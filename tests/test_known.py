@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bulkgen.errors import OutputError, SpecError
+from bulkgen.errors import OutputError, SpecError, Stopped
 from bulkgen.known import KnownAnswers
 from bulkgen.known.cache import AnswerCache
 from bulkgen.spec import load_spec
@@ -257,6 +258,14 @@ class TestBadCaches:
             db.execute("PRAGMA user_version = 99")
         db.close()
 
+    def test_a_place_that_the_system_does_not_know(self, make_cached: MakeJob) -> None:
+        job = make_cached(asked(0, 5), cache={"path": "c" * 300}, reuse=["r" * 300])
+        ended = job.run()
+        assert ended.code == 0, ended.err
+        assert "the answer cache cannot be used (File name too long)" in ended.err
+        assert f"{'r' * 300}: cannot be read (File name too long)" in ended.err
+        assert_right(job, range(5))
+
     def test_looking_into_it_makes_none(self, make_cached: MakeJob, tmp_path: Path) -> None:
         job = make_cached(asked(0, 5))
         assert bulkgen("plan", str(job.path)).code == 0
@@ -484,6 +493,20 @@ class TestReuse:
         assert ended.code == 0, ended.err
         assert_right(second, range(6))
         assert sources(second) == {"engine": 4, "reuse": 2}
+
+
+@pytest.mark.parametrize("source", ["cache", "reuse"])
+def test_a_search_that_finds_nothing_can_be_stopped(make_cached: MakeJob, tmp_path: Path, source: str) -> None:
+    first = make_cached(asked(0, 10))
+    assert first.run().code == 0
+    second = make_cached(asked(20, 30), reuse=[str(first.output)] if source == "reuse" else [])
+    if source == "reuse":
+        (tmp_path / "answers.cache").unlink()
+    keys = np.array([bytes([number]) * 16 for number in range(10)])
+    plan = Mock(pending_requests=lambda: (np.arange(10), np.zeros(10, np.int32), keys))
+    known = KnownAnswers(load_spec(second.path), print)
+    with pytest.raises(Stopped):
+        list(known.answer(plan, np.empty(0, np.int64), "", Mock(side_effect=Stopped("stopped"))))
 
 
 def test_plan_leaves_out_what_is_known(make_cached: MakeJob) -> None:

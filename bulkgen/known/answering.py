@@ -54,7 +54,7 @@ class KnownAnswers:
             return
         if {output, RunDir.of_output(output).path} & {path, *path.parents}:
             raise SpecError(f"{self._spec.source}: cache.path: {path} is a place of the output; choose another one")
-        if path.exists():
+        if _is_there(path):
             with contextlib.suppress(OutputError), closing(self._cache(path)):
                 pass
 
@@ -73,16 +73,21 @@ class KnownAnswers:
         yield from part.rest()
 
     def _found(self, rows: "_Pending") -> Iterator[tuple[str, pa.Table]]:
+        """Answers to some of the rows; now and then none, so that a search without success can be stopped."""
         for path in self._spec.reuse_paths if rows.left else ():
             for answers in self._reused(path, rows):
                 yield REUSE, answers
         cache = self._spec.cache_path
-        if cache is not None and cache.exists() and rows.left:
+        if cache is not None and rows.left and _is_there(cache):
             for answers in self._cached(cache, rows):
                 yield CACHE, answers
 
     def _reused(self, path: Path, rows: "_Pending") -> Iterator[pa.Table]:
-        files = earlier_files(path)
+        try:
+            files = earlier_files(path)
+        except OutputError as e:
+            self._say(f"reuse: {e}")
+            return
         if not files:
             self._say(f"reuse: {path}: no output there, so nothing of it is reused")
         for file in files:
@@ -99,8 +104,7 @@ class KnownAnswers:
         try:
             with closing(self._cache(path)) as cache:
                 for found in cache.find(rows.keys_left()):
-                    if found:
-                        yield _as_table(found)
+                    yield _as_table(found)
         except (OutputError, SpecError) as e:  # the latter where it became another's since `check`
             self._say(f"{e}; what is not found in it is generated")
 
@@ -187,6 +191,12 @@ class _Part:
         if self._tables:
             yield AnsweredRows(np.concatenate(self._ordinals), pa.concat_tables(self._tables))
         self._ordinals, self._tables = [], []
+
+
+def _is_there(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
 
 
 def _answers_of(parts: Sequence[CommittedPart], check_stop: Callable[[], None]) -> Iterator[tuple[bytes, Answer]]:

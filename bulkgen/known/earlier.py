@@ -21,8 +21,9 @@ _CURE = "restore it, or take it out of reuse"
 
 
 def earlier_files(path: Path) -> list[Path]:
-    """The files of an output, none where there is none."""
-    return output_files(path) if path.is_dir() or path.suffix == ".parquet" else [p for p in [path] if p.is_file()]
+    """The files of an output, none where there is none. Raises OutputError where the system does not let it be seen."""
+    with reading(path, _CURE):
+        return output_files(path) if path.is_dir() or path.suffix == ".parquet" else [p for p in [path] if p.is_file()]
 
 
 def answers_in(file: Path, text_column: str, wanted: npt.NDArray[np.bytes_]) -> Iterator[pa.Table] | None:
@@ -42,15 +43,14 @@ def answers_in(file: Path, text_column: str, wanted: npt.NDArray[np.bytes_]) -> 
 
 
 def _answers(file: Path, wanted: npt.NDArray[np.bytes_], columns: dict[str, str]) -> Iterator[pa.Table]:
-    """`columns` are those of an answer, by their names in ANSWER_SCHEMA."""
+    """A table for each piece of the file. `columns` are those of an answer, by their names in ANSWER_SCHEMA."""
     with reading(file, _CURE), open_parquet(file) as source:
         for batch in source.iter_batches(_ROWS_AT_ONCE, columns=["status", _KEY, *columns.values()]):
             rows = pa.table(batch).filter(pc.and_(pc.equal(batch["status"], DONE), pc.is_valid(batch[_KEY])))
             keys = _as_keys(rows[_KEY])
             place = np.minimum(np.searchsorted(wanted, keys), len(wanted) - 1)
             hits = np.flatnonzero(wanted[place] == keys)
-            if len(hits):
-                yield _as_answers(rows.take(pa.array(hits)), keys[hits], columns)
+            yield _as_answers(rows.take(pa.array(hits)), keys[hits], columns)
 
 
 def _as_answers(rows: pa.Table, keys: npt.NDArray[np.bytes_], columns: dict[str, str]) -> pa.Table:
