@@ -43,7 +43,7 @@ from bulkgen.preparation import (
 from bulkgen.profiles import learn_profile
 from bulkgen.prompt import Model
 from bulkgen.report import Progress, ProgressState, Report, step_windows, write_reports
-from bulkgen.results import merge, output_files, write_answered
+from bulkgen.results import merge, output_files, write_tables
 from bulkgen.rundir import Manifest, RunDir, RunLog, whole_file
 from bulkgen.seat import Limits, ReplicaSetup
 from bulkgen.secrecy import keep_secret, without_secrets
@@ -366,7 +366,7 @@ class _Start:
             found = known.answer(plan, self.committed.reopened, settings_key(self.settings), self.stop.check)
             for number, answered in enumerate(found, 1):
                 name = f"part-s{self.number:04d}-known-{number:06d}.parquet"
-                write_answered(self.run.parts, name, answered.part)
+                write_tables(self.run.parts, name, [answered.part])
                 self.committed.add(plan, self.number, name, answered.ordinals)
                 plan.spare(answered.ordinals)
                 rows += len(answered.ordinals)

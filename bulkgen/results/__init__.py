@@ -16,8 +16,8 @@ from bulkgen.results.parts import (
     read_keys,
     read_part,
     repeated_row,
-    write_answered,
     write_part,
+    write_tables,
 )
 from bulkgen.results.refused import RefusedWriter, read_refused
 from bulkgen.results.retired import keys_of_done, keys_to_retry
@@ -48,8 +48,8 @@ __all__ = [
     "read_refused",
     "reading",
     "repeated_row",
-    "write_answered",
     "write_kept",
     "write_keys",
     "write_part",
+    "write_tables",
 ]

@@ -1,6 +1,6 @@
 """Part files: results in the order in which they finished, without the input's columns, whole or not at all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -210,14 +210,15 @@ def failed_row(row: About, f: Failure) -> PartRow:
 
 def write_part(folder: Path, name: str, rows: Sequence[PartRow]) -> None:
     """Write a part under a temporary name, sync it, rename it. Raises OutputError."""
+    write_tables(folder, name, map(_as_table, _chunks(rows)))
+
+
+def write_tables(folder: Path, name: str, tables: Iterable[pa.Table]) -> None:
+    """As `write_part`, of tables in PART_SCHEMA."""
     final = folder / name
     with whole_file(final) as path, ParquetSink(path, final, PART_SCHEMA, _DICTIONARY) as sink:
-        for chunk in _chunks(rows):
-            columns = [
-                as_column(values, field.type)
-                for values, field in zip(zip(*chunk, strict=True), PART_SCHEMA, strict=True)
-            ]
-            sink.write(pa.Table.from_arrays(columns, schema=PART_SCHEMA))
+        for table in tables:
+            sink.write(table)
 
 
 def answered(
@@ -241,11 +242,9 @@ def answered(
     return pa.Table.from_arrays(columns, schema=PART_SCHEMA)
 
 
-def write_answered(folder: Path, name: str, rows: pa.Table) -> None:
-    """Write a part of rows in PART_SCHEMA as `write_part` does. Raises OutputError."""
-    final = folder / name
-    with whole_file(final) as path, ParquetSink(path, final, PART_SCHEMA, _DICTIONARY) as sink:
-        sink.write(rows)
+def _as_table(rows: Sequence[PartRow]) -> pa.Table:
+    columns = [as_column(values, f.type) for values, f in zip(zip(*rows, strict=True), PART_SCHEMA, strict=True)]
+    return pa.Table.from_arrays(columns, schema=PART_SCHEMA)
 
 
 def _chunks(rows: Sequence[PartRow]) -> Iterator[Sequence[PartRow]]:
