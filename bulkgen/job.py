@@ -120,6 +120,7 @@ class _Start:
         self.stop = stop
         self.manifest = Manifest(run.manifest)
         self.committed = Committed(run, self.manifest)
+        self.known = KnownAnswers(spec, self.say)
         self.settings = settings_of(spec, model.fingerprint)
         self._shares: list[Share] = []
         self._fit = Fit()
@@ -358,12 +359,11 @@ class _Start:
 
     def _answer_known(self, plan: Plan) -> None:
         """Rows to which the cache or an earlier output has the answer are done with it."""
-        known = KnownAnswers(self.spec, self.say)
-        if not known or not plan.has_pending():
+        if not self.known or not plan.has_pending():
             return
         rows = 0
         with self.run.kept_private():
-            found = known.answer(plan, self.committed.reopened, settings_key(self.settings), self.stop.check)
+            found = self.known.answer(plan, self.committed.reopened, settings_key(self.settings), self.stop.check)
             for number, answered in enumerate(found, 1):
                 name = f"part-s{self.number:04d}-known-{number:06d}.parquet"
                 write_tables(self.run.parts, name, [answered.part])
@@ -376,7 +376,7 @@ class _Start:
         """What was generated is in the cache from now on, if the job has one."""
         cache = str(self.spec.cache_path or "")
         parts = self.committed.not_in_cache(cache) if cache else []
-        if parts and KnownAnswers(self.spec, self.say).remember(parts, self.stop.check):
+        if parts and self.known.remember(parts, self.stop.check):
             self.committed.in_cache(cache, self.number)
 
     # ---- generate ----
