@@ -27,7 +27,7 @@ from bulkgen.results import (
     write_keys,
 )
 from bulkgen.rundir import Manifest, RunDir
-from bulkgen.seat import SUMS
+from bulkgen.seat import part_of_none
 
 Keys = npt.NDArray[np.bytes_]
 
@@ -134,9 +134,7 @@ class Committed:
         if not plan.commit(ordinals):
             raise BulkgenError(f"{self._run.parts / name}: holds rows that were committed before; it was not taken")
         where = {"start": start, "replica": -1, "incarnation": -1, "plan": start}
-        sums = dict.fromkeys(SUMS, 0) | {"done": len(ordinals)}
-        when = {"first_offered_at": None, "last_completed_at": None, "write_s": 0.0}
-        self._manifest.append({"record": "part", **where, "name": name, "rows": len(ordinals), **sums, **when})
+        self._manifest.append({"record": "part", **where, **part_of_none(name, done=len(ordinals))})
 
     def not_in_cache(self, cache: str) -> list[CommittedPart]:
         """The parts that a cache was not given yet."""

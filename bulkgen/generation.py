@@ -27,7 +27,7 @@ from bulkgen.replica import Work
 from bulkgen.report import Meter, ProgressState, Tally
 from bulkgen.results import About, failed_row, read_keys, write_part
 from bulkgen.rundir import Manifest, RunDir
-from bulkgen.seat import SUMS, Limits, ReplicaSetup, Seat
+from bulkgen.seat import SUMS, Limits, ReplicaSetup, Seat, part_of_none
 
 _TICK_S = 0.25
 _RECORD_EVERY_S = 1.0
@@ -225,18 +225,7 @@ class Generation:
             for key, (shard, ordinal) in zip(keys, rows, strict=True)
         ]
         write_part(self._run.parts, name, records)
-        sums = dict.fromkeys(SUMS, 0) | {"failed": len(rows)}
-        self._commit(
-            None,
-            {
-                "name": name,
-                "rows": len(rows),
-                **sums,
-                "first_offered_at": None,
-                "last_completed_at": None,
-                "write_s": 0.0,
-            },
-        )
+        self._commit(None, part_of_none(name, failed=len(rows)))
         self._say(f"{len(rows)} row{'s' if len(rows) > 1 else ''} failed as poison: {reason}")
 
     def _observe(self, number: int, stats: EngineStats, at: float) -> None:

@@ -16,6 +16,13 @@ SUMS = ("done", "failed", "prompt_tokens", "cached_tokens", "output_tokens", "bu
 _LONGEST_PAUSE_S = 30.0
 
 
+def part_of_none(name: str, **rows: int) -> dict[str, Any]:
+    """What belongs on record about a part that no replica wrote: how many rows are `done` or `failed` in it."""
+    sums = dict.fromkeys(SUMS, 0) | rows
+    when = {"first_offered_at": None, "last_completed_at": None, "write_s": 0.0}
+    return {"name": name, "rows": sum(rows.values()), **sums, **when}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How often a replica is started again in a row, how long it may load and stand still (s), which rows may fail."""
