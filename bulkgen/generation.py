@@ -25,7 +25,7 @@ from bulkgen.plan import Plan
 from bulkgen.records import EngineStats, Failure
 from bulkgen.replica import Work
 from bulkgen.report import Meter, ProgressState, Tally
-from bulkgen.results import About, failed_row, read_keys, write_part
+from bulkgen.results import About, PartRow, failed_row, read_keys, repeated_row, write_part
 from bulkgen.rundir import Manifest, RunDir
 from bulkgen.seat import SUMS, Limits, ReplicaSetup, Seat, part_of_none
 
@@ -153,7 +153,7 @@ class Generation:
             seat.holds.append(lot)
             self._send(number, lot)
         accused = [row for seat in self._seats for row in seat.inquest.accused]
-        if self._rows_left and self._rows_left == len(self._with_followers(accused)):
+        if self._rows_left and self._rows_left == self._count(accused):
             self._judge_without_others()
 
     def _try_suspects(self, number: int) -> None:
@@ -198,35 +198,31 @@ class Generation:
         seat.finished_any = True
         self._convict(seat.inquest.lived())
 
-    def _with_followers(self, rows: Sequence[Suspect]) -> list[Suspect]:
-        """Rows and those with the same request, whose fate is theirs."""
-        followers = ((shard, ordinal) for _, leader in rows for ordinal, shard in self._plan.followers(leader))
-        return [*rows, *followers]
+    def _count(self, rows: Sequence[Suspect]) -> int:
+        """How many rows these are with those that follow them, whose fate is theirs."""
+        return sum(1 + len(self._plan.followers(ordinal)) for _, ordinal in rows)
 
     def _convict(self, rows: list[Suspect]) -> None:
         """Record rows as failed that killed the engine while they were alone in it, and those that follow them."""
         if not rows:
             return
-        rows = self._with_followers(rows)
         self._verdicts += 1
         name = f"part-s{self._start:04d}-poison-{self._verdicts:06d}.parquet"
-        keys = self._plan.keys_of(np.array([ordinal for _, ordinal in rows]))
         reason = "the engine died each time that it had this row, at last with no other row in it"
-        records = [
-            failed_row(
-                About(
-                    key=key,
-                    shard=shard,
-                    attempts=self._plan.offers.attempts(ordinal),
-                    settings_key=self._settings_key,
-                ),
-                Failure(ordinal, "poison", reason),
-            )
-            for key, (shard, ordinal) in zip(keys, rows, strict=True)
-        ]
+        records: list[PartRow] = []
+        for shard, ordinal in rows:
+            followers = self._plan.followers(ordinal)
+            own, *others = self._plan.keys_of(np.array([ordinal, *(follower for follower, _ in followers)]))
+            attempts = self._plan.offers.attempts(ordinal)
+            about = About(key=own, shard=shard, attempts=attempts, settings_key=self._settings_key)
+            failed = failed_row(about, Failure(ordinal, "poison", reason))
+            records += [
+                failed,
+                *(repeated_row(failed, key, at) for key, (_, at) in zip(others, followers, strict=True)),
+            ]
         write_part(self._run.parts, name, records)
-        self._commit(None, part_of_none(name, failed=len(rows)))
-        self._say(f"{len(rows)} row{'s' if len(rows) > 1 else ''} failed as poison: {reason}")
+        self._commit(None, part_of_none(name, failed=len(records)))
+        self._say(f"{len(records)} row{'s' if len(records) > 1 else ''} failed as poison: {reason}")
 
     def _observe(self, number: int, stats: EngineStats, at: float) -> None:
         seat = self._seats[number]
@@ -306,7 +302,7 @@ class Generation:
         self._backlog.put_back(lots_of(seat.inquest.give_up()))
         if any(s.state != "dead" for s in self._seats):
             self._say(f"replica {number} died ({words}); going on without it")
-        elif self._worked_before() and len(self._with_followers(accused)) == self._rows_left:
+        elif self._worked_before() and self._count(accused) == self._rows_left:
             # Earlier starts did all the others with this model and these settings.
             self._convict(accused)
         else:

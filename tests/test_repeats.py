@@ -77,8 +77,10 @@ def test_a_failure_is_one_of_all_that_ask_the_same(make_job: MakeJob) -> None:
     assert job.run().code == 3
     assert {row["id"] for row in job.rows() if row["error_code"] == "poison"} == {3, 13, 23, 33}
     assert Counter(row["status"] for row in job.rows()) == {"done": 36, "failed": 4}
+    assert sources(job) == {"engine": 10, "repeat": 30}
+    assert [row["attempts"] > 0 for row in job.rows() if row["status"] == "failed"] == [True, False, False, False]
     report = whole(job)
-    assert (report["done"], report["failed"]) == (36, 4)
+    assert (report["done"], report["failed"], report["repeated"]) == (36, 4, 30)
 
 
 def test_all_of_them_go_again_when_one_is_retried(make_job: MakeJob) -> None:
