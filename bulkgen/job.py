@@ -374,8 +374,11 @@ class _Start:
 
     def _remember(self) -> None:
         """What was generated is in the cache from now on, if the job has one."""
-        cache = str(self.spec.cache_path or "")
-        parts = self.committed.not_in_cache(cache) if cache else []
+        if self.spec.cache_path is None:
+            return
+        cache = str(self.spec.cache_path)
+        # One that was removed since gets all of them once more.
+        parts = self.committed.not_in_cache(cache) if self.known.has_cache() else self.committed.parts()
         if parts and self.known.remember(parts, self.stop.check):
             self.committed.in_cache(cache, self.number)
 

@@ -266,6 +266,16 @@ class TestBadCaches:
         assert f"{'r' * 300}: cannot be read (File name too long)" in ended.err
         assert_right(job, range(5))
 
+    def test_one_that_was_removed_is_filled_anew(self, make_cached: MakeJob, tmp_path: Path) -> None:
+        job = make_cached(asked(0, 5))
+        assert job.run().code == 0
+        (tmp_path / "answers.cache").unlink()
+        job.write(asked(0, 7))
+        assert job.run().code == 0
+        later = make_cached(asked(0, 7))
+        assert later.run().code == 0
+        assert sources(later) == {"cache": 7}
+
     def test_looking_into_it_makes_none(self, make_cached: MakeJob, tmp_path: Path) -> None:
         job = make_cached(asked(0, 5))
         assert bulkgen("plan", str(job.path)).code == 0

@@ -47,6 +47,12 @@ class KnownAnswers:
     def __bool__(self) -> bool:
         return bool(self._spec.cache.path or self._spec.reuse)
 
+    def has_cache(self) -> bool:
+        """Whether the job's cache is there, and not only to be made."""
+        with contextlib.suppress(OSError):
+            return self._spec.cache_path is not None and self._spec.cache_path.exists()
+        return False
+
     def check(self) -> None:
         """Raise SpecError where what the job calls its cache is something else, or is to lie in the output's place."""
         path, output = self._spec.cache_path, self._spec.output_path
@@ -54,7 +60,7 @@ class KnownAnswers:
             return
         if {output, RunDir.of_output(output).path} & {path, *path.parents}:
             raise SpecError(f"{self._spec.source}: cache.path: {path} is a place of the output; choose another one")
-        if _is_there(path):
+        if self.has_cache():
             with contextlib.suppress(OutputError), closing(self._cache(path)):
                 pass
 
@@ -78,7 +84,7 @@ class KnownAnswers:
             for answers in self._reused(path, rows):
                 yield REUSE, answers
         cache = self._spec.cache_path
-        if cache is not None and rows.left and _is_there(cache):
+        if cache is not None and rows.left and self.has_cache():
             for answers in self._cached(cache, rows):
                 yield CACHE, answers
 
@@ -191,12 +197,6 @@ class _Part:
         if self._tables:
             yield AnsweredRows(np.concatenate(self._ordinals), pa.concat_tables(self._tables))
         self._ordinals, self._tables = [], []
-
-
-def _is_there(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.exists()
-    return False
 
 
 def _answers_of(parts: Sequence[CommittedPart], check_stop: Callable[[], None]) -> Iterator[tuple[bytes, Answer]]:
