@@ -273,3 +273,11 @@ def test_context_that_is_shared_counts_as_it_was_measured() -> None:
 def test_a_setting_that_vllm_would_refuse() -> None:
     with pytest.raises(SpecError, match="KV cache dtype fp3"):
         served(LLAMA_31_8B, rows(), LARGE, kv_cache_dtype="fp3")
+
+
+def test_a_context_that_may_be_stretched_is_refused_only_beyond_its_positions() -> None:
+    architecture = Architecture.of({**SMOLLM2_135M, "max_position_embeddings": 131_072})
+    for wanted, refused in ((100_000, False), (200_000, True)):
+        choices = Choices(args={"max_model_len": wanted}, env={})
+        found = serve(architecture, rows(), CPU, choices, model_length=4096)
+        assert ("of the model; lower it" in (found.refusal or "")) == refused

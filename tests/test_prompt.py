@@ -512,6 +512,12 @@ def write_model(folder: Path, config: str = '{"max_position_embeddings": 64}', *
     return folder
 
 
+LONG_ROPE = (
+    '{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096,'
+    ' "rope_parameters": {"rope_type": "longrope", "factor": 32.0}}'
+)
+
+
 @pytest.mark.parametrize(
     ("config", "length"),
     [
@@ -519,6 +525,8 @@ def write_model(folder: Path, config: str = '{"max_position_embeddings": 64}', *
         ('{"text_config": {"max_position_embeddings": 7}}', 7),
         ('{"text_config": [1]}', None),
         ('{"max_position_embeddings": true}', None),
+        (LONG_ROPE, 4096),
+        (LONG_ROPE.replace("longrope", "yarn"), 131072),
         ("[]", None),
     ],
 )

@@ -17,7 +17,8 @@ from bulkgen.errors import EngineError, SpecError
 from bulkgen.profiles import Tuned, WorkShape, keep_tuned, load_tuned, nearest
 from bulkgen.sizing import Demand, Measured, Place, Setting, chosen_env, resolve
 from bulkgen.tune.candidates import RESOLVED, Candidate, Ground, pinned_names, propose, together
-from bulkgen.tune.halving import Findings, Halving, Rounds, TimeOver, Trial
+from bulkgen.tune.halving import Findings, Halving, TimeOver
+from bulkgen.tune.rounds import Rounds, Trial
 from bulkgen.tune.sample import stratified
 from tests.harness import Ended, Job, bulkgen, default_signals, model_folder, prompts
 from tests.sizing_models import LLAMA_31_8B

@@ -92,11 +92,22 @@ def _config(name: str, file: Path) -> dict[str, Any]:
 def _context_length(config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
     for section in (config, nested if isinstance(nested, dict) else {}):
-        for key in _CONTEXT_KEYS:
+        keys = ("original_max_position_embeddings", *_CONTEXT_KEYS) if _is_long_rope(section) else _CONTEXT_KEYS
+        for key in keys:
             value = section.get(key)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return None
+
+
+def _is_long_rope(config: dict[str, Any]) -> bool:
+    """Whether positions are computed in one of two ways, by max_model_len, so that this one shapes the answers.
+
+    As vLLM does by itself (`_get_and_verify_max_len` in vllm/config/model.py), such a model has the context that it
+    was first made for, unless the user wants more.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    return isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su")
 
 
 def _fingerprint(name: str, folder: Path) -> str:

@@ -207,7 +207,7 @@ def serve(
         limit_s=physics.limit_s(job, steps),
         physics=physics,
         measured=step_model is not None,
-        refusal=_refusal(values, cache, length, choices.env),
+        refusal=_refusal(values, cache, max(length or 0, architecture.max_positions or 0) or None, choices.env),
     )
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from bulkgen.report import Sheet, figures
 from bulkgen.tune.candidates import RESOLVED
-from bulkgen.tune.halving import Ended, Standing, Trial
+from bulkgen.tune.halving import Ended
+from bulkgen.tune.rounds import Standing, Trial
 from bulkgen.tune.tune import Tuning
 
 _ENDED: Mapping[Ended, str] = {

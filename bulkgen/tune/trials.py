@@ -25,7 +25,7 @@ from bulkgen.seat import Limits, ReplicaSetup
 from bulkgen.sizing import Device, Measured, Rows
 from bulkgen.spec import JobSpec
 from bulkgen.tune.candidates import Candidate
-from bulkgen.tune.halving import Trial
+from bulkgen.tune.rounds import Trial
 from bulkgen.tune.sample import stratified
 
 _SEED = 0
