@@ -243,6 +243,24 @@ def test_what_cannot_start_is_out_and_the_rest_goes_on() -> None:
         Bench({"resolved settings": 0.0}).search(one("a"))
 
 
+def test_what_fails_on_a_larger_sample_is_not_the_best() -> None:
+    class Dying(Bench):
+        def measure(self, candidate: Candidate, rows: int) -> Trial:
+            if any(name == candidate.name == "a 1" for name, _ in self.trials):
+                return Trial(candidate=candidate, rows=rows, fault="died")
+            return super().measure(candidate, rows)
+
+    assert Dying({"a 1": 1.5, "b 1": 0.9}).search(one("a"), one("b")).best is None
+
+
+@pytest.mark.parametrize("budget_s", range(10, 120, 2))
+def test_a_round_that_was_not_finished_does_not_hide_the_fastest(budget_s: int) -> None:
+    bench = Bench({"a 1": 1.3, "b 1": 1.2, "a 1, b 1": 1.05, "c 1": 0.9}, start_s=2.0)
+    best = bench.search(one("a"), one("b"), one("c"), budget_s=budget_s).best
+    tried_a = any(name == "a 1" for name, _ in bench.trials)
+    assert best is None or best.candidate.name == ("a 1" if tried_a else "b 1")
+
+
 def test_what_changes_answers_is_never_the_best() -> None:
     fp8 = one("kv_cache_dtype", "fp8", answers_change=True)
     found = Bench({"kv_cache_dtype fp8": 2.0, "a 1": 1.1}).search(one("a"), fp8)

@@ -78,6 +78,7 @@ class Halving:
         self._most_rows = most_rows
         self._rows = first_rows
         self._rounds = Rounds(job_rows)
+        self._open: list[Candidate] = []  # those that no comparison has ruled out
         self._why_not: dict[Candidate, str] = {}
         self._ended: Ended = "nothing to try"
 
@@ -98,7 +99,7 @@ class Halving:
         if all(self._is_hopeless(candidate, first) for candidate in self._candidates):
             self._why_not = {candidate: _hopeless(self._job_s(first)) for candidate in self._candidates}
             return
-        alive = self._entrants(first)
+        alive = self._open = self._entrants(first)
         number = 0
         while True:
             if not alive or not self._round(alive):
@@ -108,7 +109,9 @@ class Halving:
             if (ended := self._is_over(number, alive, standings)) is not None:
                 self._ended = ended
                 return
+            tried = {trial.candidate for trial in self._rounds.trials[-1]}
             alive = self._next(number, standings)
+            self._open = [*alive, *(candidate for candidate in self._open if candidate not in tried)]
             number += 1
             self._rounds.trials.append([])
             self._rows = min(2 * self._rows, self._most_rows)
@@ -233,13 +236,29 @@ class Halving:
 
     # ---- what came of it ----
 
+    def _best(self, margin: float) -> Standing | None:
+        """Who is faster beyond noise, of those that nothing has ruled out, each by its last trial: who failed is out.
+
+        Where the time was over before one was measured again, it has to be that much faster than who was.
+        """
+        found: list[tuple[float, Standing]] = []
+        for candidate in self._open:
+            numbers = [
+                number
+                for number, trials in enumerate(self._rounds.trials)
+                if any(trial.candidate == candidate for trial in trials)
+            ]
+            for standing in self._rounds.standings(numbers[-1]) if numbers else ():
+                if standing.candidate == candidate and not candidate.answers_change and standing.gain > margin:
+                    again = self._rounds.trials[numbers[-1]] is self._rounds.trials[-1]
+                    found.append((standing.gain - (0.0 if again else margin), standing))
+        return max(found, key=lambda entry: entry[0], default=(0.0, None))[1]
+
     def _findings(self) -> Findings:
         rounds = self._rounds
         standings = [rounds.standings(number) for number in range(len(rounds.trials))]
-        neutral = [[s for s in found if not s.candidate.answers_change] for found in standings]
         margin = rounds.margin()
-        last = next((found for found in reversed(neutral) if found), [])
-        best = last[0] if last and margin is not None and last[0].gain > margin else None
+        best = None if margin is None else self._best(margin)
         aside = [s for found in standings for s in found if s.candidate.answers_change]
         tried = {trial.candidate for trials in rounds.trials for trial in trials}
         left = [c for c in self._candidates if c not in tried]
