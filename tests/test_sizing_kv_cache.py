@@ -72,7 +72,7 @@ def test_a_model_that_asks_for_a_cache_dtype_gets_it() -> None:
         (models.LLAMA_31_8B, {"device": "cuda"}, 16),
         (models.LLAMA_31_8B, {"device": "cpu", "block_size": 32}, 32),
         (models.DEEPSEEK_V3, {"device": "cpu", "block_size": 32}, 16),
-        (models.DEEPSEEK_V3, {"device": "cpu", "amx": True}, 128),
+        (models.DEEPSEEK_V3, {"device": "cpu", "cpu_flags": frozenset({"amx_tile"})}, 128),
         (models.DEEPSEEK_V3, {"device": "cuda"}, 16),
         (models.DEEPSEEK_V3, {"device": "cuda", "kv_cache_dtype": "fp8"}, 64),
         # A state of (16384 - 8192 convolved + 8192) · 3 + 32 · 128 · 128 numbers is 1,097,728 bytes; a token of
@@ -80,6 +80,11 @@ def test_a_model_that_asks_for_a_cache_dtype_gets_it() -> None:
         (models.QWEN3_NEXT_80B, {"device": "cuda"}, 544),
         # (8192 + 2 · 128) · 3 + 128 · 64 · 128 numbers are 2,147,840 bytes; 16 tokens of 4,096 bytes 65,536: 32.8.
         (models.GRANITE_4_H_SMALL, {"device": "cuda"}, 528),
+        # 128 tokens are 524,288 bytes: 4.1. Where the processor has AVX512-BF16, states are kept in float32: 4,244,992
+        # bytes, 8.1.
+        (models.GRANITE_4_H_SMALL, {"device": "cpu"}, 640),
+        (models.GRANITE_4_H_SMALL, {"device": "cpu", "cpu_flags": frozenset({"avx512_bf16"})}, 1152),
+        (models.GRANITE_4_H_SMALL, {"device": "cuda", "cpu_flags": frozenset({"avx512_bf16"})}, 528),
         # 8192 · 3 + 8192 · 16 numbers are 311,296 bytes; 16 tokens of 4,096 bytes 65,536: 4.75.
         (models.JAMBA, {"device": "cuda"}, 80),
         # One step of 128 tokens is 524,288 bytes already.
@@ -156,7 +161,7 @@ def test_capacity_of_a_hybrid_on_the_cpu() -> None:
 def test_capacity_of_a_latent_cache_on_the_cpu() -> None:
     # 1 GiB over 128 · 4 layers · 1,152 bytes is 1820.4 blocks; vLLM 0.32 logged 232,960 tokens on a CPU with AMX.
     config = {**models.DEEPSEEK_V2_LITE, "num_hidden_layers": 4}
-    assert cache(config, device="cpu", amx=True).capacity(GIB).tokens == 232_960
+    assert cache(config, device="cpu", cpu_flags=frozenset({"amx_tile"})).capacity(GIB).tokens == 232_960
     # Blocks of 16 are 14,563.6.
     assert cache(config, device="cpu").capacity(GIB).tokens == 14_563 * 16
 

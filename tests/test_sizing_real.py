@@ -15,6 +15,7 @@ import pytest
 from bulkgen.engine.demo_model import prepare_demo_model
 from bulkgen.engine.devices import divide
 from bulkgen.sizing import Architecture, KvCache, KvSettings
+from bulkgen.sizing.device import cpu_flags
 from bulkgen.sizing.kv_groups import CacheGroup
 from bulkgen.sizing.layer_caches import LayerCache
 
@@ -27,7 +28,7 @@ START = """
 import json, sys, torch
 from vllm import EngineArgs, LLMEngine
 from vllm.usage.usage_lib import UsageContext
-print("AMX", torch.cpu._is_amx_tile_supported())
+print("AMX", torch.cpu._is_amx_tile_supported(), "BF16", torch.cpu._is_avx512_bf16_supported())
 engine = LLMEngine.from_engine_args(EngineArgs(**json.loads(sys.argv[1])), usage_context=UsageContext.LLM_CLASS)
 cache = engine.vllm_config.cache_config
 found = [cache.kv_cache_size_tokens, cache.kv_cache_max_concurrency, cache.num_gpu_blocks, cache.block_size]
@@ -137,7 +138,7 @@ class Started:
 
     found: list[Any] | None
     log: str
-    amx: bool
+    cpu_flags: frozenset[str]
 
 
 def start(folder: Path, config: dict[str, Any], **args: Any) -> Started:
@@ -153,13 +154,16 @@ def start(folder: Path, config: dict[str, Any], **args: Any) -> Started:
     ended = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=300)
     log = ended.stdout + ended.stderr
     found = re.search(r"FOUND (.*)", ended.stdout)
-    return Started(json.loads(found[1]) if found else None, log, "AMX True" in ended.stdout)
+    has = {"amx_tile": "AMX True", "avx512_bf16": "BF16 True"}
+    flags = frozenset(flag for flag, said in has.items() if said in ended.stdout)
+    assert flags == cpu_flags() & set(has), "what torch sees is what the plan sees"
+    return Started(json.loads(found[1]) if found else None, log, flags)
 
 
-def computed(config: dict[str, Any], amx: bool, **args: Any) -> KvCache:
+def computed(config: dict[str, Any], flags: frozenset[str], **args: Any) -> KvCache:
     names = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "dtype")
     settings = {name: args[name] for name in names if name in args}
-    return KvCache.of(Architecture.of(config), KvSettings(device="cpu", amx=amx, **settings))
+    return KvCache.of(Architecture.of(config), KvSettings(device="cpu", cpu_flags=flags, **settings))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,7 +172,7 @@ def test_tokens_and_concurrency_are_those_that_vllm_logs(name: str, tmp_path: Pa
     args = {"max_model_len": 3000, "max_num_batched_tokens": 700, "kv_cache_memory_bytes": AVAILABLE, **more}
     started = start(tmp_path, config, **args)
     assert started.found is not None, started.log[-3000:]
-    kv = computed(config, started.amx, **args)
+    kv = computed(config, started.cpu_flags, **args)
     got = kv.capacity(AVAILABLE)
     assert started.found == [got.tokens, got.concurrency, got.blocks, kv.block_size]
     said = f"KV cache size: {got.tokens:,} tokens, Maximum concurrency for 3,000 tokens per request: "
@@ -178,7 +182,7 @@ def test_tokens_and_concurrency_are_those_that_vllm_logs(name: str, tmp_path: Pa
 
 def test_an_engine_that_would_not_start_does_not_and_has_the_same_estimate(tmp_path: Path) -> None:
     args = {"max_model_len": 8000, "max_num_batched_tokens": 1000, "kv_cache_memory_bytes": 5_000_000}
-    got = computed(HYBRID, False, **args).capacity(5_000_000)
+    got = computed(HYBRID, frozenset(), **args).capacity(5_000_000)
     started = start(tmp_path, HYBRID, **args)
     assert started.found is None
     assert not got.starts

@@ -254,9 +254,18 @@ def cpu_device(
 
 def bfloat16_gain(cpuinfo: str) -> float:
     """How many times float32's rate the processor that `cpuinfo` (/proc/cpuinfo) describes reaches in bfloat16."""
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
+    flags = cpu_flags(cpuinfo)
     return next((gain for flag, gain in _BFLOAT16_GAIN if flag in flags), 1.0)
+
+
+def cpu_flags(cpuinfo: str | None = None) -> frozenset[str]:
+    """Linux's names for the instructions of the processor that `cpuinfo` describes; None is this machine's.
+
+    On them depend the block size of some models and the dtype of others' states.
+    """
+    cpuinfo = _text("/proc/cpuinfo") if cpuinfo is None else cpuinfo
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
 
 
 def computes_bfloat16() -> bool:
@@ -272,11 +281,6 @@ def processor_name() -> str:
     """What this machine's processor calls itself; empty where it does not."""
     found = re.search(r"^(?:model name|CPU part)\s*:\s*(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
     return found[1].strip() if found else ""
-
-
-def has_amx() -> bool:
-    """Whether this machine's processor multiplies in AMX tiles, on which the block size of some models depends."""
-    return re.search(r"\bamx_tile\b", _text("/proc/cpuinfo")) is not None
 
 
 def unknown_gpu(name: str, memory_bytes: int) -> Device:

@@ -39,7 +39,8 @@ class KvSettings:
     """What the cache depends on besides the model: vLLM's settings by their own names, and the device.
 
     `block_size`: tokens; None lets the platform choose. `dtype` and `kv_cache_dtype`: "auto" or a name.
-    `async_scheduling`: None is vLLM's default, on where the device is a GPU. `amx`: the CPU has AMX tiles.
+    `async_scheduling`: None is vLLM's default, on where the device is a GPU.
+    `cpu_flags`: Linux's names for the CPU's instructions, where the device is one.
     """
 
     max_model_len: int
@@ -52,7 +53,7 @@ class KvSettings:
     async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     disable_hybrid_kv_cache_manager: bool = False
-    amx: bool = False
+    cpu_flags: frozenset[str] = frozenset()
 
     @property
     def tokens_in_flight(self) -> int:
@@ -140,7 +141,9 @@ def token_bytes(architecture: Architecture, cache: LayerCache, settings: KvSetti
     dtype = architecture.served_dtype if settings.dtype == "auto" else settings.dtype
     if cache.state is not None:
         convolution, recurrent = cache.state.elements(settings.tensor_parallel_size)
-        return convolution * _size(dtype) + recurrent * _size(cache.state.dtype or dtype)
+        # CpuPlatform.check_and_update_config.
+        widened = settings.device == "cpu" and "avx512_bf16" in settings.cpu_flags
+        return convolution * _size(dtype) + recurrent * _size("float32" if widened else cache.state.dtype or dtype)
     name = settings.kv_cache_dtype
     if name == "auto":
         quantization = architecture.quantization
@@ -179,7 +182,7 @@ def _block_size(settings: KvSettings, sizes: Mapping[LayerCache, int]) -> int:
     """
     latent = any(cache.kind == "mla" for cache in sizes)
     chosen = settings.block_size or _BLOCK[settings.device]
-    if latent and settings.device == "cpu" and not settings.amx:
+    if latent and settings.device == "cpu" and "amx_tile" not in settings.cpu_flags:
         return 16
     if latent and settings.device == "cuda" and settings.block_size is None and settings.kv_cache_dtype[:3] == "fp8":
         chosen = 64

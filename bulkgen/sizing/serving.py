@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bulkgen.sizing.architecture import Architecture
-from bulkgen.sizing.device import GIB, Device, has_amx
+from bulkgen.sizing.device import GIB, Device, cpu_flags
 from bulkgen.sizing.engine_settings import Demand, Measured, Place, Setting, resolve
 from bulkgen.sizing.kv_cache import KvCache, KvCapacity, KvSettings
 from bulkgen.sizing.kv_groups import KERNEL_BLOCK
@@ -277,7 +277,7 @@ def _cache(architecture: Architecture, device: Device, values: Mapping[str, Any]
             tensor_parallel_size=int(values.get("tensor_parallel_size") or 1),
             device="cpu" if device.kind == "cpu" else "cuda",
             enable_prefix_caching=bool(values["enable_prefix_caching"]),
-            amx=has_amx(),
+            cpu_flags=cpu_flags(),
         ),
     )
 
